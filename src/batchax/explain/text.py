@@ -347,20 +347,9 @@ def _remarks(eqn: Equation) -> str:
         remarks.append(f"lanes masked: {why}" if why else "lanes masked")
     if divergence == "together" and eqn.primitive == "cond":
         remarks.append("all lanes take the same branch")
-    if divergence == "asked of all":
-        remarks.append("goes on while any lane does")
-    if divergence == "compact":
-        remarks.append(f"windows of {', '.join(map(str, eqn.notes['widths']))} lanes")
-    if divergence == "tiles":
-        remarks.append(f"tiles of {eqn.notes['widths'][0]} lanes")
-    if divergence == "alone":
-        remarks.append("lanes run sequentially")
-    if divergence == "few alone":
-        remarks.append("lanes masked, until few are left, which run sequentially")
-    if divergence == "probed":
-        remarks.append("lanes masked, until running them sequentially takes less")
-    if divergence == "flat":
-        remarks.append("each lane advances independently")
+    if divergence in _LANES_RUN:
+        widths = ", ".join(map(str, eqn.notes.get("widths", ())))
+        remarks.append(_LANES_RUN[divergence].format(widths))
     if divergence == "grouped":
         decided = eqn.notes["decided"]
         branches_where = {"": [b for b in eqn.notes["apart"] if b not in decided], _OR_ALL: decided}
@@ -378,6 +367,16 @@ def _remarks(eqn: Equation) -> str:
         remarks.append(f"{show_bytes(eqn.broadcasts)} repeated")
     return "; ".join(remarks)
 
+
+_LANES_RUN = {
+    "asked of all": "goes on while any lane does",
+    "compact": "windows of {} lanes",
+    "tiles": "tiles of {} lanes",
+    "alone": "lanes run sequentially",
+    "few alone": "lanes masked, until few are left, which run sequentially",
+    "probed": "lanes masked, until running them sequentially takes less",
+    "flat": "each lane advances independently",
+}
 
 _OR_ALL = ", or for all if most do"
 

@@ -134,6 +134,25 @@ def one_after_another(
     return [lanes_spread(axis, x) for x in outs]
 
 
+def lane_after_lane(
+    axis: Axis,
+    primitive: _compat.Primitive,
+    args: Values,
+    axes: Positions,
+    params: dict[str, Any],
+    unroll: bool = False,
+) -> tuple[Any, Any]:
+    """Binds a primitive for each lane, as a rule of it that runs lanes sequentially."""
+    several = primitive.multiple_results
+
+    def one_lane(*xs: Value) -> list[Any]:
+        out = primitive.bind(*xs, **params)
+        return list(out) if several else [out]
+
+    outs = one_after_another(axis, one_lane, args, axes, unroll)
+    return (outs, [0] * len(outs)) if several else (outs[0], 0)
+
+
 def lanes_together(x: Value) -> Any:
     sharding: Any = jax.typeof(x).sharding
     if sharding.mesh.empty or sharding.spec[:1] in ((), (None,)):

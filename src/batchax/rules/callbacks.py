@@ -27,7 +27,7 @@ from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, axis_to_front, expand_axis, move_axis
 from batchax.kernel.inner import batched_aval, remembered, stage_function
-from batchax.kernel.interpreter import lanes_spread, lanes_together, one_after_another
+from batchax.kernel.interpreter import lane_after_lane, lanes_spread, lanes_together
 from batchax.kernel.own_primitive import OF_OPERATIONS, declare, own_primitive, tangents_of
 from batchax.kernel.registry import register_rule
 from batchax.rules.calls import CALLS
@@ -301,13 +301,8 @@ def _by_method(primitive: _compat.Primitive) -> None:
         **params: Any,
     ) -> tuple[Any, Any]:
         if vmap_method in _SEQUENTIAL:
-
-            def one_lane(*xs: Value) -> Any:
-                return primitive.bind(*xs, vmap_method=vmap_method, **params)
-
-            unroll = vmap_method == "sequential_unrolled"
-            outs = one_after_another(axis, one_lane, args, axes, unroll=unroll)
-            return outs, [0] * len(outs)
+            params, unroll = {"vmap_method": vmap_method, **params}, vmap_method != _SEQUENTIAL[0]
+            return lane_after_lane(axis, primitive, args, axes, params, unroll)
         if vmap_method not in _AT_ONCE:
             raise UnsupportedError(
                 f"{_callee(params)} was called on batched values through {primitive}, without "
@@ -375,8 +370,7 @@ def _lane_by_lane(primitive: _compat.Primitive) -> None:
 
     @register_rule(primitive)
     def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
-        outs = one_after_another(axis, lambda *xs: primitive.bind(*xs, **params), args, axes)
-        return outs, [0] * len(outs)
+        return lane_after_lane(axis, primitive, args, axes, params)
 
 
 def _on_the_batch(primitive: _compat.Primitive) -> None:

@@ -21,7 +21,7 @@ from batchax.jaxprs.types import Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, inserted, move_axis, sharding_with_axis
 from batchax.kernel.inner import example_aval
-from batchax.kernel.interpreter import one_after_another
+from batchax.kernel.interpreter import lane_after_lane
 from batchax.kernel.registry import matched, register_rule
 from batchax.linalg.pays import pays_back
 
@@ -287,10 +287,8 @@ def _conv_general_dilated(
         run = functools.partial(eval_jaxpr, propagate_source_info=False)
         return run(program.jaxpr, program.consts, lhs, rhs)[0], 0
     if _is_wide(lhs):
-        one = functools.partial(
-            lax.conv_general_dilated_p.bind, out_sharding=out_sharding, **groups, **params
-        )
-        in_turn = lambda *xs: one_after_another(axis, lambda *x: [one(*x)], xs, axes)[0]
+        whole = {"out_sharding": out_sharding, **groups, **params}
+        in_turn = lambda *xs: lane_after_lane(axis, lax.conv_general_dilated_p, xs, axes, whole)[0]
         return lax.platform_dependent(lhs, rhs, cpu=in_turn, **others), 0
     return in_groups(lhs, rhs)
 
@@ -455,8 +453,9 @@ def _windowed(primitive: _compat.Primitive, n_arrays: int | None = None) -> None
     @register_rule(primitive)
     def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
         n = len(args) // 2 if n_arrays is None else n_arrays
+        # A call takes a single initial value, which also fills the padding and enters many windows.
         if any(a is not None for a in axes[n:]):
-            return _lane_after_lane(primitive, axis, args, axes, params)
+            return lane_after_lane(axis, primitive, args, axes, params)
         arrays, position = matched(axis, args[:n], axes[:n])
         for name, entry in ALONG_BATCH.items():
             if name in params:
@@ -465,25 +464,6 @@ def _windowed(primitive: _compat.Primitive, n_arrays: int | None = None) -> None
         if primitive.multiple_results:
             return out, [position] * len(out)
         return out, position
-
-
-def _lane_after_lane(
-    primitive: _compat.Primitive,
-    axis: Axis,
-    args: Values,
-    axes: Any,
-    params: dict[str, Any],
-) -> tuple[Any, Any]:
-    """Runs lanes one after another if their initial values differ."""
-
-    # The primitive takes a single initial value, which also fills the padding and enters many
-    # windows, so lanes cannot share a call.
-    def one_lane(*xs: Value) -> list[Any]:
-        out = primitive.bind(*xs, **params)
-        return list(out) if primitive.multiple_results else [out]
-
-    outs = one_after_another(axis, one_lane, args, axes)
-    return (outs, [0] * len(outs)) if primitive.multiple_results else (outs[0], 0)
 
 
 for _name, _n_arrays in WINDOWED.items():

@@ -15,7 +15,7 @@ from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, Value, Values
 from batchax.kernel.axis import Axis, Positions, axis_to_front, move_axis
-from batchax.kernel.interpreter import one_after_another
+from batchax.kernel.interpreter import lane_after_lane
 from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.kernel.registry import (
     Rule,
@@ -202,13 +202,7 @@ def _alone(primitive: Any, others: Rule | None = None, implementations: Any = ()
             impl = params["impl"].name if "impl" in params else jax.random.key_impl(args[0])
             if isinstance(impl, str) and impl in implementations:
                 return others(axis, args, axes, **params)
-
-        def one_lane(*xs: Value) -> list[Any]:
-            out = primitive.bind(*xs, **params)
-            return out if primitive.multiple_results else [out]
-
-        outs = one_after_another(axis, one_lane, args, axes)
-        return (outs, [0] * len(outs)) if primitive.multiple_results else (outs[0], 0)
+        return lane_after_lane(axis, primitive, args, axes, params)
 
 
 for _name in ("random_bits", "random_clone", "random_seed", "random_split", "random_unwrap"):
