@@ -555,7 +555,7 @@ def _cheaper(
     differs: Sequence[bool],
     costs: Costs,
 ) -> list[bool]:
-    """For each step whether it runs packed: all that can, or none, except for parts that cost less."""
+    """For each step whether it runs packed: all that can or none, except for cheaper parts."""
     ways = [p is True for p in possible], [False] * len(possible)
     price = functools.cache(functools.partial(costs.of, differs=differs))
     cost = lambda each: _cost(program, each, possible, ragged, price, costs)
