@@ -49,7 +49,7 @@ from batchax.execution.sections import (
     section_for,
     variables,
 )
-from batchax.execution.slices import slices_first
+from batchax.execution.slices import scan_slices
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.options import check_count, check_one_of, is_word, not_one_of
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
@@ -93,23 +93,23 @@ def _run_keeping(loop: ChunkLoop, operands: Values) -> list[Any]:
         outs = loop.body.function(width)(start, *parts)
         return collect(loop, results, outs, index)
 
-    def in_loop(results: Any, x: Any) -> tuple[Any, None]:
-        index, slices = x
+    def in_loop(index: Value, results: list[Value], parts: Sequence[Any]) -> tuple[list[Any], None]:
         if full > 1:  # a loop of one step is none, to a compiler
             steps.begin(index)
             results = steps.through(results, index)
-        pairs = zip(operands, slices, strict=True)
-        parts = [whole if part is None else part for whole, part in pairs]
         return step(index, results, parts, chunk), None
 
     results = _compat.varying_alike(results_before(loop, program), like=operands)
     # The remaining lanes are a chunk of their width, after the scan.
     full, rest = divmod(loop.size, chunk)
-    slices = [
-        None if a is None else slices_first(x, a, chunk, full)
-        for x, a in zip(operands, axes, strict=True)
-    ]
-    results, _ = lax.scan(in_loop, results, (lax.iota(np.int32, full), slices), length=full)
+    results, _ = scan_slices(
+        in_loop,
+        results,
+        operands,
+        axes,
+        chunk,
+        full,
+    )
     if rest:
         parts = [
             x if a is None else lax.slice_in_dim(x, full * chunk, loop.size, axis=a)

@@ -1,12 +1,17 @@
 """Reads and writes entries of arrays along any axis, inside loops.
 
 ``lax.scan`` slices its operands along axis 0 only, and transposing an array to move another axis
-there copies it. Here the body reads its slice from the array itself.
+there copies it. Here the body reads its slice from the array itself (`entry`). Left at that,
+reverse mode would add up one full array in each step. So derivatives take another *way*: the array
+is passed on from step to step, and each step *takes* its slice out of it. No other step reads that
+slice. In reverse mode the cotangent is passed on likewise, and each step writes its slice into it.
+No primal value depends on ways, so XLA removes them unless something is differentiated.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +20,11 @@ from jax import lax
 from jax.interpreters import ad
 
 from batchax import _compat
+from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.jaxprs.types import Aval, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, match_axis
 from batchax.kernel.own_primitive import own_primitive
+from batchax.rules.masking import is_inexact
 
 
 def part_of(x: Value, start: Value, axis: int, width: int) -> Any:
@@ -61,10 +68,94 @@ def blank(aval: Aval, number: int) -> Any:
     return _compat.filled(aval, value)
 
 
-def slices_first(x: Value, axis: int, width: int, count: int) -> Any:
-    """Returns `count` slices of `width` entries along `axis`, stacked along axis 0."""
-    x = lax.slice_in_dim(x, 0, width * count, axis=axis)
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], count, width, *x.shape[axis + 1 :]), axis, 0)
+def scan_slices(
+    step: Callable[[Any, Any, list[Any]], Any],
+    carry: Values,
+    xs: Values,
+    axes: Sequence[int | None],
+    width: int | None,
+    count: int,
+    *,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+) -> Any:
+    """Runs `step` for each of `count` slices of `width` entries.
+
+    `step` maps (index, carry, parts) to (carry, ys); `axes` are those sliced, None for a whole
+    array. A `width` of None takes entries without the axis. Returns the last carry and the `ys`
+    stacked along axis 0.
+    """
+    operands = [_operand(x, a, width, count) for x, a in zip(xs, axes, strict=True)]
+    handed = [x for x, operand in zip(xs, operands, strict=True) if operand.handed_on]
+
+    def body(state: Any, scanned: Any) -> Any:
+        (carry, handed), (index, slices) = state, scanned
+        rest, parts, handed_on = iter(handed), [], []
+        for operand, part in zip(operands, slices, strict=True):
+            part = part if operand.same is None else operand.same
+            if operand.cut is not None:
+                start = index if width is None else index * np.int32(width)
+                part = part_of(operand.cut, start, operand.axis, width or 1)
+                # A slice along other axes is cut from the whole array. Its derivative goes through
+                # the array that is handed from step to step, so that reverse mode writes in place
+                # instead of adding arrays of zeros.
+                if operand.handed_on:
+                    way, left = take(next(rest), start, operand.axis, width or 1)
+                    part = with_derivative_of(part, way)
+                    handed_on.append(left)
+                part = lax.squeeze(part, [operand.axis]) if width is None else part
+            parts.append(part)
+        carry, ys = step(index, carry, parts)
+        return (carry, handed_on), ys
+
+    scanned = lax.iota(np.int32, count), [operand.scanned for operand in operands]
+    (carry, _), ys = lax.scan(
+        body, (carry, handed), scanned, length=count, reverse=reverse, unroll=unroll
+    )
+    return carry, ys
+
+
+class _Operand(NamedTuple):
+    """Says how a step gets its part of an operand."""
+
+    same: Any = None  # for an operand that each step gets whole
+    scanned: Any = None  # for an operand that ``lax.scan`` slices
+    cut: Any = None  # for an operand that the step slices
+    axis: int = 0  # along this axis
+    handed_on: bool = False  # whether it is handed on, for derivatives of the slices
+
+
+def _operand(x: Value, axis: int | None, width: int | None, count: int) -> _Operand:
+    if axis is None:
+        return _Operand(same=x)
+    if count == 0 or (axis == 0 and x.shape[0] == count * (width or 1)):
+        return _Operand(scanned=_slices_first(x, axis, width, count))
+    if not is_inexact(x):  # no derivative, so no way for one
+        return _Operand(cut=x, axis=axis)
+    return _Operand(cut=lax.stop_gradient(x), axis=axis, handed_on=True)
+
+
+def take(array: Value, start: Value, axis: int, width: int) -> list[Any]:
+    """Returns a slice of an array that is handed on, and the array.
+
+    The slice may not be read from it again, so that its cotangent is written and not added.
+    """
+
+    def ahead(at: Sequence[Any], arrays: Values) -> list[Any]:
+        return [part_of(arrays[0], at[0], axis, width), arrays[0]]
+
+    def back(at: Sequence[Any], cts: Values) -> list[Any]:
+        return [put_part(cts[1], cts[0], at[0], axis)]
+
+    return linear_with_transpose(ahead, back, [start], [array], key=("take", axis, width))
+
+
+def _slices_first(x: Value, axis: int, width: int | None, count: int) -> Any:
+    if width is not None:
+        x = lax.slice_in_dim(x, 0, width * count, axis=axis)
+        x = x.reshape(*x.shape[:axis], count, width, *x.shape[axis + 1 :])
+    # Left alone with axis 0: it may be a reference, whose axes cannot be moved.
+    return x if axis == 0 else jnp.moveaxis(x, axis, 0)
 
 
 def with_derivative_of(value: Value, other: Any) -> Any:
