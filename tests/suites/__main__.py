@@ -133,6 +133,8 @@ def run(folder: Path, suite: Suite, vmap: str, arguments: list[str], every: int 
         }
         command = [folder / "env/bin/python", "-m", "pytest", "-p", "in_place_of_vmap", "-q"]
         command += ["-p", "no:cacheprovider", "--tb=short", "--rootdir=."]
+        # The plugin writes down what its own process runs.
+        command += ["-n0"] if "pytest-xdist" in suite.needs else []
         (folder / "pytest.ini").touch()  # a library without settings would get those of batchax
         named = [argument for argument in arguments if not argument.startswith("-")]
         command += arguments if named else [*suite.tests, *arguments]
