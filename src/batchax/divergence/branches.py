@@ -89,7 +89,7 @@ class Derivative(NamedTuple):
 
 
 def run_differentiable(
-    way: Derivative,
+    strategy: Derivative,
     program: ClosedJaxpr,
     positions: Positions,
     active: Value,
@@ -100,13 +100,13 @@ def run_differentiable(
     Of a function whose derivative in reverse is a rule nothing can be kept: there is no other.
 
     Args:
-      way: how it is run.
+      strategy: how it is run.
       program: what one example does, without effects.
       positions: where operands have the batch axis.
       active: which lanes run it.
       operands: its operands.
     """
-    run = way.run
+    run = strategy.run
     if only_in_reverse.in_program(program):
         return run(program, positions, active, operands)
 
@@ -119,9 +119,9 @@ def run_differentiable(
         except ValueError:  # there is none, nor a derivative in reverse
             split = None
         saved = [] if split is None else split.residuals
-        pays = way.pays(bytes_of(saved))
-        if split is None or not pays or time_to_move(saved) * _WORTH > way.work:
-            of_all = run if pays else way.masked
+        pays = strategy.pays(bytes_of(saved))
+        if split is None or not pays or time_to_move(saved) * _WORTH > strategy.work:
+            of_all = run if pays else strategy.masked
             function = lambda *xs: of_all(program, positions, active, xs)
             return tangents_of(function, xs, moving, dots, range(count))
         outs = run(split.values, positions, active, xs)

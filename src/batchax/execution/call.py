@@ -6,7 +6,7 @@ devices, or with a few that run at a time. What is left after all passes is exec
 
     outs, outputs = execute(apply_passes(passes, Call(axis, function, mapped)))
 
-A new way to run an axis is a subclass of `Way`, and a pass that gives it to its calls.
+A new way to run an axis is a subclass of `Strategy`, and a pass that gives it to its calls.
 
 References become values here, so that what uses them can be cut into sections. JAX discharges those
 that a jaxpr creates. But that also inlines operations in loops and branches that JAX lowers early,
@@ -57,7 +57,7 @@ Outputs = tuple[list[Any], FlatOutputs]
 """What a call returns: arrays, and how to rebuild what they are of."""
 
 
-class Way:
+class Strategy:
     """Describes an execution strategy as a value: equal ones do the same for equal calls.
 
     Subclasses must define `run`; `execute` handles tracing, notes, and caches.
@@ -116,7 +116,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class AllAtOnce(Way):
+class AllAtOnce(Strategy):
     """Runs all lanes at once, equation by equation, as ``jax.vmap`` does."""
 
     hides: ClassVar[bool] = False
@@ -164,7 +164,7 @@ class Call:
     function: Described  # returns arrays and their description
     # Arguments. The first `constants` of them stand for values that the function closes over.
     mapped: Sequence[Mapped]
-    way: Way = AllAtOnce()
+    strategy: Strategy = AllAtOnce()
     constants: int = 0
     # traced for one example, once needed; with its outputs
     program: tuple[ClosedJaxpr, FlatOutputs] | None = None
@@ -235,7 +235,7 @@ class Call:
     def with_constants_passed(self) -> Call:
         """Passes constants as arguments, so that the program holds no values and can be cached."""
         (staged,), consts = _compat.hoist_constants(self.staged)
-        given = [Mapped(CONSTANT, x, None) for x in self.way.put(consts)]
+        given = [Mapped(CONSTANT, x, None) for x in self.strategy.put(consts)]
         return replace(
             self,
             mapped=[*given, *self.mapped],
@@ -248,7 +248,7 @@ class Call:
         """Returns a key for calls that compute the same for any values, if nothing is traced."""
         specs = tuple(output.spec for output in self.described)
         places = zip(map(jax.typeof, self.values), self.positions, strict=True)
-        return call_key(self.axis, self.staged, self.way, specs, *places)
+        return call_key(self.axis, self.staged, self.strategy, specs, *places)
 
 
 CONSTANT = "a value that the function closes over"
@@ -266,46 +266,46 @@ def execute(call: Call) -> Outputs:
     Raises AxisError if a result depends on the batch where it must not, and UnsupportedError if the
     strategy does not support the call.
     """
-    way = call.way
+    strategy = call.strategy
     # The calls that it makes come back here, one by one.
-    if way.makes_calls:
+    if strategy.makes_calls:
         return hide_from_debug_nans(
-            lambda *values: way.run(call.with_values(values)), call.values, WHOLE
+            lambda *values: strategy.run(call.with_values(values)), call.values, WHOLE
         )
     with _compat.name_stack_extended("vmap"):
-        if recording.is_on() or way.needs_program(call):
+        if recording.is_on() or strategy.needs_program(call):
             call = call.with_program()
-            way.note(call)
-        call = way.prepared(call)
-        way = call.way
-        if way.passes_constants(call) and not recording.is_on():
+            strategy.note(call)
+        call = strategy.prepared(call)
+        strategy = call.strategy
+        if strategy.passes_constants(call) and not recording.is_on():
             call = call.with_constants_passed()
 
         def evaluate(*values: Value) -> tuple[list[Any], Any]:
             return _evaluated(call, values)
 
-        if way.hides:
+        if strategy.hides:
             arrays, said = hide_from_debug_nans(evaluate, call.values, WHOLE)
         else:
             arrays, said = evaluate(*call.values)
-        outs, outputs = way.finish(call, arrays, said)
+        outs, outputs = strategy.finish(call, arrays, said)
     return list(map(as_array, outs)), outputs
 
 
 def _evaluated(call: Call, values: Values) -> tuple[list[Any], Any]:
     """Returns the arrays of a strategy, and its details on them."""
-    way = call.way
+    strategy = call.strategy
     # If nothing is traced, operations would run as they are met. Tracing all of them first finds
     # errors before anything is computed, and the program can be cached.
-    if not call.traced and way.stages_whole(call):
+    if not call.traced and strategy.stages_whole(call):
         whole = _whole(call, values)
-        way.check(call, whole.said)
+        strategy.check(call, whole.said)
         if (
             not checks_nans_here()
         ):  # at the results of the user's operations, which are those of `run`
             return whole.run(*values), whole.said
-    arrays, said = way.run(call.with_values(values))
-    way.check(call, said)
+    arrays, said = strategy.run(call.with_values(values))
+    strategy.check(call, said)
     return arrays, said
 
 
@@ -318,14 +318,14 @@ class _Whole(NamedTuple):
 
 
 def _whole(call: Call, values: Values) -> _Whole:
-    way, cache = call.way, call.way.cache
+    strategy, cache = call.strategy, call.strategy.cache
 
     def run(*values: Value) -> tuple[list[Any], Any]:
-        return way.run(replace(call.with_values(values), computes=True))
+        return strategy.run(replace(call.with_values(values), computes=True))
 
     def stage() -> _Whole:
         program, said = _compat.stage_described(run, list(map(jax.typeof, values)))
-        if way.compiles and not program.effects and not recording.is_on():
+        if strategy.compiles and not program.effects and not recording.is_on():
             return _Whole(program, said, compiled_whole(program))
         evaluate = functools.partial(eval_jaxpr, program.jaxpr, program.consts)
         return _Whole(program, said, evaluate)
@@ -337,7 +337,7 @@ def _whole(call: Call, values: Values) -> _Whole:
     kept = cache.find(key)
     if kept is None:
         kept = stage()
-        if way.may_keep(kept.said):
+        if strategy.may_keep(kept.said):
             kept = cache.get(key, lambda: kept)
     return kept
 

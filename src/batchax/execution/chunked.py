@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.cache import Cache
 from batchax.errors import ArgumentTypeError, OptionError, UnsupportedError
-from batchax.execution.call import Call, Way, shared_reference, without_references
+from batchax.execution.call import Call, Strategy, shared_reference, without_references
 from batchax.execution.chunk_derivatives import in_parts
 from batchax.execution.chunk_loop import (
     ChunkLoop,
@@ -534,7 +534,7 @@ def find_chunking(
 
 
 @dataclass(frozen=True)
-class InChunks(Way):
+class InChunks(Strategy):
     chunking: Chunking
 
     @property
@@ -555,7 +555,7 @@ class InChunks(Way):
         elif parts > 1:
             axis = replace(axis, spmd_name=None)
         axis = replace(axis, mesh_axis=None)
-        return replace(call.with_values(values), axis=axis, way=InChunks(chunking))
+        return replace(call.with_values(values), axis=axis, strategy=InChunks(chunking))
 
     def passes_constants(self, call: Call) -> bool:
         return not call.traced

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from batchax import _compat
 from batchax.cache import Cache
 from batchax.errors import BatchaxError, UnsupportedError
-from batchax.execution.call import CONSTANT, AllAtOnce, Call, Outputs, Pass, Way
+from batchax.execution.call import CONSTANT, AllAtOnce, Call, Outputs, Pass, Strategy
 from batchax.execution.chunked import Chunking, InChunks, check_no_references, kept_in_chunks
 from batchax.execution.devices.placing import placed, puts_traced
 from batchax.execution.devices.processes import of_several_processes
@@ -52,11 +52,13 @@ def shard_lanes(shards: Shards | None) -> Pass:
     """Returns the pass that moves lanes to the devices of the mesh that the user passed."""
 
     def change(call: Call) -> Call:
-        if shards is None or not isinstance(call.way, AllAtOnce):  # rows go there by themselves
+        if shards is None or not isinstance(
+            call.strategy, AllAtOnce
+        ):  # rows go there by themselves
             return call
         paths = [m.path for m in call.mapped]
         values = placed(shards, paths, call.values, call.positions)
-        return replace(call.with_values(values), way=OnDevices(shards))
+        return replace(call.with_values(values), strategy=OnDevices(shards))
 
     return change
 
@@ -68,27 +70,27 @@ def chunk_lanes(chunking: Chunking | None, where_types_say: bool = True) -> Pass
     """
 
     def change(call: Call) -> Call:
-        if isinstance(call.way, OnDevices):
-            return replace(call, way=replace(call.way, chunking=chunking))
-        if not isinstance(call.way, AllAtOnce):
+        if isinstance(call.strategy, OnDevices):
+            return replace(call, strategy=replace(call.strategy, chunking=chunking))
+        if not isinstance(call.strategy, AllAtOnce):
             return call
         apart = call.axis.divergence is not None and call.axis.divergence.explicit
         if where_types_say and (chunking is not None or apart):
             call = call.with_program()
             shards = find_shards(call.axis, call.values, call.positions, call.staged.jaxpr)
             if shards is not None:
-                way = OnDevices(shards, chunking)
-                applies = way.of_each.applies_to(call.axis.size)
-                return replace(call, way=way) if applies else call
+                strategy = OnDevices(shards, chunking)
+                applies = strategy.of_each.applies_to(call.axis.size)
+                return replace(call, strategy=strategy) if applies else call
         if chunking is None or not chunking.applies_to(call.axis.size):
             return call
-        return replace(call, way=InChunks(chunking))
+        return replace(call, strategy=InChunks(chunking))
 
     return change
 
 
 @dataclass(frozen=True)
-class OnDevices(Way):
+class OnDevices(Strategy):
     """Runs the lanes of each device on that device, `chunking` at a time."""
 
     # For traced arguments whose devices XLA decides, the function is traced once, for the lanes of
@@ -206,7 +208,7 @@ def infer_mesh_from_arguments(apart: Pass) -> Pass:
 
     def change(call: Call) -> Call:
         # Cheap checks come first: every call runs them.
-        if not (isinstance(call.way, AllAtOnce) and any(map(_is_spread, call.mapped))):
+        if not (isinstance(call.strategy, AllAtOnce) and any(map(_is_spread, call.mapped))):
             return call
         if checks_nans_here() or not _are_placed(call):
             return call
@@ -216,12 +218,12 @@ def infer_mesh_from_arguments(apart: Pass) -> Pass:
         shards = find_shards(call.axis, call.values, call.positions, call.staged.jaxpr)
         if shards is None or not _fit(call.staged.consts, [None] * len(call.staged.consts), shards):
             return call
-        way = OnDevices(shards)
+        strategy = OnDevices(shards)
         try:
-            way.prepared(call)
+            strategy.prepared(call)
         except UnsupportedError:
             return call
-        return replace(apart(call), way=way)
+        return replace(apart(call), strategy=strategy)
 
     return change
 

@@ -613,7 +613,9 @@ class RowCall(Call):
     def of(cls, call: Call, among: np.ndarray | None = None) -> RowCall:
         """For the sizes of rows; `among` are the lengths of the rows that run, for one size."""
         sizes_of, sizes = _find_sizes(call.mapped, among)
-        return cls(call.axis, call.function, call.mapped, call.way, sizes_of=sizes_of, sizes=sizes)
+        return cls(
+            call.axis, call.function, call.mapped, call.strategy, sizes_of=sizes_of, sizes=sizes
+        )
 
     @property
     def shapes(self) -> list[tuple[Any, ...]]:
@@ -737,7 +739,7 @@ class RowCall(Call):
             for size in self.sizes
         ]
         specs = tuple(output.spec for output in self.described)
-        return call_key(self.axis, self.staged, self.way, specs, *arguments, *rows)
+        return call_key(self.axis, self.staged, self.strategy, specs, *arguments, *rows)
 
 
 def _put(m: Mapped, array: Value, lengths: Values | None) -> Mapped:

@@ -15,7 +15,7 @@ from batchax import _compat
 from batchax.analysis.canonical import Table
 from batchax.analysis.canonical_form import same_results
 from batchax.errors import AxisError, UnsupportedError
-from batchax.execution.call import Call, Way, apply_passes, execute
+from batchax.execution.call import Call, Strategy, apply_passes, execute
 from batchax.execution.call import Outputs as CallOutputs
 from batchax.execution.chunked import Chunking
 from batchax.execution.on_devices import chunk_lanes
@@ -91,11 +91,11 @@ def run_in_groups(
     ]
 
 
-def run_in_buckets(call: RowCall, way: Way, buckets: int | GroupsOfRows) -> CallOutputs:
+def run_in_buckets(call: RowCall, strategy: Strategy, buckets: int | GroupsOfRows) -> CallOutputs:
     """The outputs of a function of one row, run for the rows of each bucket by itself.
 
     Buckets are for the lengths of that `Ragged` with the most elements, and of those that have the
-    same; others are as long in each bucket as their longest row there. `way` runs each bucket.
+    same; others are as long in each bucket as their longest row there. `strategy` runs each bucket.
     """
     axis, mapped = call.axis, call.mapped
     rows = [(m, own) for m, own in call.arguments if own]
@@ -109,7 +109,7 @@ def run_in_buckets(call: RowCall, way: Way, buckets: int | GroupsOfRows) -> Call
             "Make them for these lengths: batchax.bucket(x)."
         )
     if not axis.size:
-        return execute(Call(axis, call.function, mapped, way))
+        return execute(Call(axis, call.function, mapped, strategy))
     of_row: list[Any] = []  # what describes the outputs of one row, and how many axes each has
 
     def one_row_in_bucket(*values: Value) -> tuple[list[Any], FlatOutputs]:
@@ -128,7 +128,7 @@ def run_in_buckets(call: RowCall, way: Way, buckets: int | GroupsOfRows) -> Call
             return replace(m, value=Ragged(x.data, x.each_length, most, axis=x.axes))
 
         given = list(map(bounded, part, call.sizes_of))
-        outs, outputs = execute(Call(group, one_row_in_bucket, given, way))
+        outs, outputs = execute(Call(group, one_row_in_bucket, given, strategy))
         return [
             (x, 0 if isinstance(x, Ragged) or np.ndim(x) > ndim else None)
             for x, ndim in zip(outs, of_row[1], strict=True)

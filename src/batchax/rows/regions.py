@@ -14,7 +14,7 @@ from jax import lax
 from batchax import _compat
 from batchax.cache import Cache
 from batchax.errors import UnsupportedError
-from batchax.execution.call import Call, Outputs, Way
+from batchax.execution.call import Call, Outputs, Strategy
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import check_unbatched, place
 from batchax.frontend.rows import Layout, RowOptions
@@ -264,7 +264,7 @@ kept_in_regions = Cache("calls outside of jit, of rows, batched", most=64)
 
 
 @dataclass(frozen=True)
-class InRegions(Way):
+class InRegions(Strategy):
     """Region by region, each of which holds rows in one layout."""
 
     compiles: ClassVar[bool] = True

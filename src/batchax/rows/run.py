@@ -15,7 +15,7 @@ from jax import lax
 from batchax import _compat
 from batchax.cache import Cache
 from batchax.errors import UnsupportedError
-from batchax.execution.call import Call, Outputs, Pass, Way, execute
+from batchax.execution.call import Call, Outputs, Pass, Strategy, execute
 from batchax.execution.chunked import Chunking
 from batchax.execution.devices.placing import placed
 from batchax.execution.devices.shards import (
@@ -133,14 +133,14 @@ kept_on_devices = Cache("calls outside of jit, of rows on devices", most=64)
 
 
 @dataclass(frozen=True)
-class RowsOnDevices(Way):
+class RowsOnDevices(Strategy):
     """Rows distributed over devices, each of which runs its own rows.
 
     One program serves all batches of arrays of the same size: lengths are arguments of it.
     """
 
     shards: Shards  # the devices: each is a lane
-    of_each: Way  # how a device runs its rows
+    of_each: Strategy  # how a device runs its rows
     # Whether types tell of a mesh, which on a device they do no more: there the function is
     # staged again.
     stages_again: bool
@@ -161,7 +161,7 @@ class RowsOnDevices(Way):
                 "the batch with out_axes=batchax.Reduce(...), or remove mesh."
             )
         if not call.axis.size:
-            return replace(call, way=self.of_each)
+            return replace(call, strategy=self.of_each)
         check_shared([], call.staged.consts)
         if self.shards.count > 1:
             reject_effects(call.staged)
@@ -183,9 +183,9 @@ class RowsOnDevices(Way):
         return jax.tree.unflatten(said, arrays), call.outputs
 
 
-def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
+def _run_on_devices(call: RowCall, strategy: RowsOnDevices) -> list[Any]:
     """The outputs of a call whose rows are distributed over devices."""
-    shards = way.shards
+    shards = strategy.shards
     shapes = {tuple(s.name for s in own): own for own in call.sizes_of if own}
     weights = sum(math.prod([jnp.asarray(s.index.lengths) for s in x]) for x in shapes.values())
     dealt = Dealt.of(weights, shards.count)
@@ -212,7 +212,7 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
         own = [
             x if a is None else lax.squeeze(x, (0,)) for x, a in zip(values, positions, strict=True)
         ]
-        local = _local_call(call, way, own[: len(lengths)], own[len(lengths) :], slots)
+        local = _local_call(call, strategy, own[: len(lengths)], own[len(lengths) :], slots)
         outs: list[Value] = []
         axes: list[Position] = []
         noted = []
@@ -273,7 +273,7 @@ def _room(own: SizesOf, capacity: int, alone: bool, counts: tuple[int, int, int]
 
 
 def _local_call(
-    call: RowCall, way: RowsOnDevices, lengths: Sequence[Any], arrays: Values, slots: int
+    call: RowCall, strategy: RowsOnDevices, lengths: Sequence[Any], arrays: Values, slots: int
 ) -> RowCall:
     """The call with the rows of one device, which are in front of `arrays`."""
     places = [m.value.element_axis if own else m.axis for m, own in call.arguments]
@@ -281,11 +281,11 @@ def _local_call(
     local = replace(
         call.with_rows(lengths, moved),
         axis=replace(call.axis, size=slots),
-        way=way.of_each,
+        strategy=strategy.of_each,
         gives_lengths=False,
     )
-    staged = replace(local, program=None).staged if way.stages_again else call.staged
-    check_callbacks(way.shards, staged.jaxpr)
+    staged = replace(local, program=None).staged if strategy.stages_again else call.staged
+    check_callbacks(strategy.shards, staged.jaxpr)
     outputs = replace(call.outputs, described=list(map(in_front, call.described)))
     return replace(local, program=(with_shared_in_parts(staged), outputs))
 
@@ -324,13 +324,13 @@ def in_rows(options: RowOptions, shards: Shards | None, chunking: Chunking | Non
             replace(m, value=jnp.asarray(m.value)) if isinstance(m.value, np.ndarray) else m
             for m in call.mapped
         ]
-        return replace(call, mapped=mapped, way=InRows(options, shards, chunking))
+        return replace(call, mapped=mapped, strategy=InRows(options, shards, chunking))
 
     return change
 
 
 @dataclass(frozen=True)
-class InRows(Way):
+class InRows(Strategy):
     """Rows run in buckets, by length, on devices, packed, or padded."""
 
     makes_calls: ClassVar[bool] = True
@@ -394,11 +394,11 @@ class InRows(Way):
             return self._failed(call, error, lengths_known)
         if self.is_bucket:
             reject_ordered(call.staged)
-        way: Way = AnyLength(self.options, self.chunking, self.is_bucket)
+        strategy: Strategy = AnyLength(self.options, self.chunking, self.is_bucket)
         if self.shards is not None:
-            way = RowsOnDevices(self.shards, way, call.tells_of_mesh)
+            strategy = RowsOnDevices(self.shards, strategy, call.tells_of_mesh)
         try:
-            return execute(replace(call, way=way))
+            return execute(replace(call, strategy=strategy))
         except (ASKED_FOR_NUMBERS, CannotPad) as error:  # such as in a derivative rule
             return self._failed(call, error, lengths_known)
 
@@ -422,7 +422,7 @@ class InRows(Way):
 
 
 @dataclass(frozen=True)
-class AnyLength(Way):
+class AnyLength(Strategy):
     """Rows of any length, all in one place: region by region, or all padded."""
 
     makes_calls: ClassVar[bool] = True
@@ -441,4 +441,4 @@ class AnyLength(Way):
             # Regions would not keep the order in which programs call the host, and hand no sizes on
             # that one of them finds.
             return execute_padded(call, self.chunking)
-        return execute(replace(call, way=InRegions(self.options.layout, classes)))
+        return execute(replace(call, strategy=InRegions(self.options.layout, classes)))
