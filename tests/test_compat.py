@@ -669,6 +669,21 @@ def test_rules_of_checkify():
     assert check(1.0)[0].get() is None
 
 
+def test_which_keys_a_primitive_consumes():
+    """A primitive has the signature of a program; of part of an operand, what a step consumes."""
+    draw = jax.make_jaxpr(lambda key: [jax.random.normal(key)])(jax.random.key(0))
+    half = jax.make_jaxpr(lambda keys: [_compat.unconsumed(keys[0])])(jax.random.split(KEY))
+    drawn_p, read_p = jex_core.Primitive("drawn"), jex_core.Primitive("read")
+    for primitive, program, steps in ((drawn_p, draw, ()), (read_p, half, (draw,))):
+        primitive.def_abstract_eval(lambda key, program=program: program.out_avals[0])
+        _compat.set_key_use(primitive, lambda eqn, p=program: p, lambda params, s=steps: s)
+    with jax.debug_key_reuse(True):
+        for primitive, keys in ((drawn_p, KEY), (read_p, jax.random.split(KEY))):
+            jax.make_jaxpr(primitive.bind)(keys)
+            with pytest.raises(jax.errors.KeyReuseError, match=primitive.name):
+                jax.make_jaxpr(jax.jit(lambda k, p=primitive: (p.bind(k), p.bind(k))))(keys)
+
+
 @pytest.fixture
 def _single_kernels(monkeypatch):
     """Single kernels, whatever version of jaxlib this is."""

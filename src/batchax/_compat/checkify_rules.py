@@ -1,8 +1,12 @@
-"""Rules of ``checkify`` for primitives without one.
+"""Rules of ``checkify`` and ``jax.debug_key_reuse`` for primitives without one.
 
 ``checkify`` runs a jaxpr with an error next to its values. A primitive that runs jaxprs needs a
 rule: without one it loses the errors of those jaxprs, and raises for a ``checkify.check`` in
 them. JAX keeps its rules, and the function that adds errors to a jaxpr, in a private module.
+
+``jax.debug_key_reuse`` knows by a signature which random keys a primitive consumes, and which of
+its results are unused keys. Without one, all keys that it returns count as consumed. JAX keeps
+signatures, and the function that finds that of a jaxpr, in a private module.
 """
 
 from __future__ import annotations
@@ -16,6 +20,13 @@ from jax import lax
 from jax._src.checkify import error_checks, jaxpr_to_checkify_jaxpr
 from jax.core import eval_jaxpr
 from jax.experimental import checkify
+from jax.experimental.key_reuse._core import (
+    KeyReuseSignature,
+    Sink,
+    dynamic_key_reuse_signature,
+    jaxpr_type_signature,
+    key_reuse_signatures,
+)
 from jax.extend.core.primitives import while_p
 
 from batchax._compat.jaxprs import ClosedJaxpr, Primitive, checks
@@ -124,3 +135,50 @@ def _shard_map(
 
 
 set_error_rule(_shard_map_p, _shard_map)
+
+
+def set_key_use(
+    primitive: Primitive,
+    operations: Callable[[Any], ClosedJaxpr | None],
+    steps: Callable[[Any], Sequence[ClosedJaxpr]],
+) -> None:
+    """Has ``jax.debug_key_reuse`` derive from programs which keys `primitive` consumes.
+
+    `operations` returns the program of an equation. `steps` returns programs that run for parts of
+    the operands: their last inputs are parts of the last operands, which they consume.
+    """
+
+    def signature(eqn: Any) -> Any:
+        program = operations(eqn)
+        assert program is not None
+        of_operations = jaxpr_type_signature(program.jaxpr)
+        count = len(eqn.invars)  # constants come after them
+        parts = [part for part in _parts(of_operations) if getattr(part, "idx", 0) < count]
+        parts += [
+            Sink(i)
+            for program in steps(eqn.params)
+            for sink in jaxpr_type_signature(program.jaxpr).sinks
+            if 0 <= (i := sink.idx + count - len(program.in_avals)) < count
+            if is_key(eqn.invars[i].aval) and sink.idx < len(program.in_avals)
+        ]
+        # A key that is consumed as a whole need not be listed in part.
+        sunk = {part.idx for part in parts if isinstance(part, Sink) and part.mask is True}
+        return KeyReuseSignature(
+            *(p for p in parts if not isinstance(p, Sink) or p.mask is True or p.idx not in sunk)
+        )
+
+    key_reuse_signatures[primitive] = dynamic_key_reuse_signature(signature)
+
+
+def _parts(signature: Any) -> list[Any]:
+    return [*signature.sinks, *signature.sources, *signature.forwards]
+
+
+def is_key(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+
+
+def unconsumed(x: Any) -> Any:
+    """Marks keys in `x` as unconsumed, where they are used again on purpose."""
+    config: Any = jax.config
+    return jax.random.clone(x) if config.jax_debug_key_reuse and is_key(jax.typeof(x)) else x

@@ -46,6 +46,7 @@ def linear_with_transpose(
 
     Functions with equal keys compute the same, and are traced once for operands of the same types.
     """
+    residuals = list(map(_compat.unconsumed, residuals))  # derivatives use keys again
     residual_types = tuple(map(jax.typeof, residuals))
     linear = tuple(jax.typeof(x).to_tangent_aval() for x in operands)
 

@@ -390,7 +390,8 @@ def run_loop(
         n = n + np.int32(1)
         if form.kept is not None:
             now = now.at(n, places)
-            pairs = zip(kept, (new[i] for i in form.kept), strict=True)
+            # Random keys may be used again by the sweep, which `unconsumed` allows.
+            pairs = zip(kept, (_compat.unconsumed(new[i]) for i in form.kept), strict=True)
             kept = [put_entry(all_, x, now.place_of(n), 0) for all_, x in pairs]
         return n, new, ys, now, kept
 
@@ -505,7 +506,7 @@ def run_sweep(
 
     def whole(kept: Values) -> list[Any]:
         """Fills in the values of the carry that checkpoints lack; they are not read."""
-        return with_values(carry, form.kept, kept)
+        return list(map(_compat.unconsumed, with_values(carry, form.kept, kept)))
 
     def ahead(stack: Stack, t: Value) -> Stack:
         """Puts the carry before step `t` on top of the stack, or one on the way."""
@@ -514,7 +515,7 @@ def run_sweep(
         def step(state: Any) -> Any:
             n, kept, places = state
             new = inline_jaxpr(forward, [*consts, *whole(kept), *entries(n)])
-            new = [new[i] for i in form.kept]
+            new = [_compat.unconsumed(new[i]) for i in form.kept]  # keys are used again
             place = place_of(n + one)
             places = [put_entry(p, x, place, 0) for p, x in zip(places, new, strict=True)]
             return n + one, new, places

@@ -225,6 +225,7 @@ def jvp(primals: Values, tangents: Values, *, loop: ChunkLoop, program: Any) -> 
     _reject_effects(program)
     tangent_loop = _tangent_loop(loop, moving, dependent)
     given = _after(outs, primals) if calls_library(program.jaxpr) else primals
+    given = map(_compat.unconsumed, given)  # the derivative uses keys again
     dots = chunk_loop(tangent_loop, [*given, *(tangents[i] for i in moving)])
     dots_of = dict(zip(dependent, dots, strict=True))
     return outs, [dots_of.get(k, zero) for k, zero in enumerate(zeros)]

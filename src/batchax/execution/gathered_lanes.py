@@ -163,7 +163,7 @@ def taken_at(x: Value, places: Value, axis: int) -> Any:
     indices = lax.reshape(places, (*places.shape, 1))
     # Indices are known to be valid, so XLA need not clamp them.
     mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return lax.gather(x, indices, numbers, window, mode=mode)
+    return _compat.unconsumed(lax.gather(x, indices, numbers, window, mode=mode))
 
 
 def put(x: Value, values: Any, places: Value, axis: int) -> Any:

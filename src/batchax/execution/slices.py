@@ -30,7 +30,8 @@ from batchax.rules.masking import is_inexact
 def part_of(x: Value, start: Value, axis: int, width: int) -> Any:
     sizes = list(x.shape)
     sizes[axis] = width
-    return lax.dynamic_slice(x, _places(x, start, axis), sizes, allow_negative_indices=False)
+    part = lax.dynamic_slice(x, _places(x, start, axis), sizes, allow_negative_indices=False)
+    return _compat.unconsumed(part)  # of keys, no step reads those of another
 
 
 def put_part(array: Value, part: Value, start: Any, axis: int = 0) -> Any:

@@ -28,7 +28,7 @@ from batchax.jaxprs.bodies import (
     is_rebuilt,
 )
 from batchax.jaxprs.evaluate import Rewriter, bind_equation, evaluate
-from batchax.jaxprs.own_primitives import stands_for
+from batchax.jaxprs.own_primitives import operations_of, stands_for
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.registry import Rule, serve_own
@@ -395,6 +395,8 @@ def own_primitive(
     primitive.def_impl(compute)
     primitive.def_effectful_abstract_eval(abstract)
     stands_for(primitive, operations, called, on_cpu, elsewhere)
+    steps = programs if "control" in facts.split() else ()
+    _compat.set_key_use(primitive, operations_of, lambda params: held_programs(params, steps))
     if programs:
         held = lambda params: held_programs(params, programs)
         describe_bodies(primitive, programs, step)

@@ -226,7 +226,7 @@ def _values(active: Value, x: Value, *, depth: int, fill: str) -> Any:
         donor = _lane(row, first)
         other = expand_like(donor, depth, x)
     mask = expand_like(active, 0, x) if depth else active
-    return lax.select(mask, x, other)
+    return _compat.unconsumed(lax.select(mask, *map(_compat.unconsumed, (x, other))))
 
 
 def _lane(row: Value, index: Value) -> Any:
@@ -337,7 +337,8 @@ def select_lanes(active: Value, position: int, new: Value, old: Value) -> Any:
     if new is old:
         return old
     mask = expand_like(active, position, new)
-    return lax.select(mask, new, old)
+    # Of keys, those that lanes keep are read by no step.
+    return _compat.unconsumed(lax.select(mask, new, _compat.unconsumed(old)))
 
 
 def expand_like(x: Value, position: int, like: Any) -> Any:

@@ -170,10 +170,18 @@ def _taken(x: Value, indices: np.ndarray, axis: int) -> Any:
     """Takes `x` at these places along `axis`, by slices of consecutive runs."""
     if np.array_equal(indices, np.arange(x.shape[axis])):
         return x
-    runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
-    return lax.concatenate(
-        [lax.slice_in_dim(x, run[0], run[-1] + 1, axis=axis) for run in runs], axis
-    )
+    again = np.ones(len(indices), bool)
+    again[np.unique(indices, return_index=True)[1]] = False
+    # A new run begins where indices are not consecutive, or where repetition begins or ends.
+    ends = np.flatnonzero((np.diff(indices) != 1) | (np.diff(again) != 0)) + 1
+    # A lane that repeats another uses the random keys of that on purpose.
+    parts = [
+        lax.slice_in_dim(
+            _compat.unconsumed(x) if repeated[0] else x, run[0], run[-1] + 1, axis=axis
+        )
+        for run, repeated in zip(np.split(indices, ends), np.split(again, ends), strict=True)
+    ]
+    return lax.concatenate(parts, axis)
 
 
 def is_sharded(x: Value, axis: int) -> bool:
