@@ -22,7 +22,7 @@ from benchmarks.divergence.measure import WORKLOADS as DIVERGING
 from benchmarks.nests.measure import WORKLOADS as NESTS
 from benchmarks.search.measure import PROGRAMS as DRAFTED
 
-NOT_ASKED = "not asked: `may_diverge` finds a step too cheap, or no lane may leave"
+NOT_ASKED = "not asked: `why_lockstep` finds a step too cheap, or no lane may leave"
 FILE = Path(__file__).parents[1] / "divergence" / "decisions.txt"
 KINDS = "cpu-small", "cpu", "gpu", "compact"
 """Rows of the table. That of "compact" is read on a small CPU."""

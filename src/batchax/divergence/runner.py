@@ -94,20 +94,24 @@ class Runner(Request):
         assert self.thresholds is not None
         return decide(control_flow, self.thresholds, self)
 
-    def may_diverge(self, axis: Axis, loop: AnyLoop) -> bool:
-        """Whether lanes may run apart in a loop, or in what is inside it.
+    def why_lockstep(self, axis: Axis, loop: AnyLoop) -> str:
+        """Why lanes stay together in a loop, and in what is inside it; empty if they may diverge.
 
-        An estimate, before anything is batched: where it is too low, `decide` is not asked, and
+        An estimate, before anything is batched: where it is too low, `decide` is not called, and
         lanes are masked.
         """
         if self.explicit:  # and what cannot be done raises
-            return True
+            return ""
         t = self.thresholds
-        if t is None or not isinstance(axis.size, int):
-            return False
+        if t is None:
+            return _UNMEASURED
+        if not isinstance(axis.size, int):
+            return "the number of lanes is symbolic"
         with _compat.named_scope(axis.name, axis.size):  # the cost of a rule is that of its program
             most = WITH_DERIVATIVE * price_at_most(loop).of(axis.size)
-        return most >= worth_batching_twice(t) or axis.size >= t.kernel_lanes > 0
+        if most >= worth_batching_twice(t) or axis.size >= t.kernel_lanes > 0:
+            return ""
+        return "a step of all lanes costs too little for lanes to run apart"
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         """Returns the results of a nested loop, in which each lane advances independently."""
@@ -163,7 +167,7 @@ class Runner(Request):
             calls = calls_back(programs) and not isinstance(divergent, Branches)
             return HOST if calls else _AROUND if nested else ""
         if self.thresholds is None:
-            return "what pays is measured on CPUs and GPUs alone"
+            return _UNMEASURED
         # Lanes that leave the loop around it leave this one, too, and a second window would have
         # to be compiled.
         nested = self.nesting and not isinstance(divergent, Branches)
@@ -249,6 +253,7 @@ def for_any_machine(option: Any) -> Any:
     return Runner(thresholds=TABLE[ANY_MACHINE]._replace(max_devices=1 << 30))
 
 
+_UNMEASURED = "what pays is measured on CPUs and GPUs alone"
 _AROUND = "a loop around it has a window"
 _WHERE = {
     WhileLoop: "a loop that ends at its own step in each lane",

@@ -264,8 +264,8 @@ class _Rejecting:
     def explicit(self) -> bool:
         return False
 
-    def may_diverge(self, axis: Axis, loop: Any) -> bool:
-        return True
+    def why_lockstep(self, axis: Axis, loop: Any) -> str:
+        return ""
 
     def run_nest(self, axis: Axis, loop: Any) -> None:
         """All lanes take each step, unless they diverge in one."""

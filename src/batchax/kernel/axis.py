@@ -381,10 +381,10 @@ class Divergence(Protocol):
         """
         ...
 
-    def may_diverge(self, axis: Axis, loop: AnyLoop) -> bool:
-        """Returns whether lanes may diverge in a loop or inside it.
+    def why_lockstep(self, axis: Axis, loop: AnyLoop) -> str:
+        """Returns why lanes cannot diverge in a loop or inside it; empty if they may.
 
-        If not, the loop is batched as usual.
+        If they cannot, the loop is batched as usual.
         """
         ...
 

@@ -51,9 +51,10 @@ DivergentFlow = TypeVar("DivergentFlow", WhileLoop, BoundedLoop, Branches)
 def axis_for(axis: Axis, loop: AnyLoop) -> Axis:
     """Removes the divergence policy from `axis` if lanes cannot diverge in a loop."""
     # With a policy, programs are batched twice: once to find what differs between lanes.
-    if axis.divergence is None or axis.divergence.may_diverge(axis, loop):
+    why = "" if axis.divergence is None else axis.divergence.why_lockstep(axis, loop)
+    if not why:
         return axis
-    recording.note(why=_CHEAP)
+    recording.note(why=why)
     return replace(axis, divergence=None)
 
 
@@ -84,7 +85,6 @@ def run_divergent(
     return placed
 
 
-_CHEAP = "a step of all lanes costs too little for lanes to run apart"
 _NONE_LEAVES = (
     'nothing may part them here: divergence="predicate", several devices, or what is around it'
 )

@@ -230,8 +230,8 @@ class _DecisionRecorder(Divergence):
         self.took = False
         self._divergence = divergence
 
-    def may_diverge(self, axis: Axis, loop: AnyLoop) -> bool:
-        return self._divergence.may_diverge(axis, loop)
+    def why_lockstep(self, axis: Axis, loop: AnyLoop) -> str:
+        return self._divergence.why_lockstep(axis, loop)
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         return self._noted(self._divergence.run_nest(self._own(axis), loop))
