@@ -298,6 +298,10 @@ def _of_no_elements(eqn, mode):
         return "the derivative of an extreme of no elements: JAX divides by how many are extreme"
     if eqn.primitive.name == "conv_general_dilated" and 0 in eqn.invars[1].aval.shape:
         return "alone: a convolution by no elements, which JAX stages, and XLA does not compile"
+    if eqn.primitive.name == "conv_general_dilated":
+        sizes = [eqn.invars[0].aval.shape[d] for d in eqn.params["dimension_numbers"].lhs_spec[2:]]
+        if any(n == 0 and d > 1 for n, d in zip(sizes, eqn.params["lhs_dilation"], strict=True)):
+            return "dilating no elements: JAX adds sizes up, and does so for one at least"
     if eqn.primitive.name == "pad":
         config = zip(eqn.invars[0].aval.shape, eqn.params["padding_config"], strict=True)
         if any(size == 0 and between for size, (_, _, between) in config):
