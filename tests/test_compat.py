@@ -555,11 +555,11 @@ def test_types_inside_shard_map():
     jax.make_jaxpr(jax.shard_map(unchecked, check_vma=False, **specs))(X)
 
 
-def test_outputs_of_shard_map_are_told_by_the_function():
+def test_the_function_says_how_outputs_of_shard_map_are_sharded():
     mesh, outputs = Mesh(np.array(jax.devices()[:1]), "d"), _compat.Outputs()
 
     def fun(x):
-        return outputs.told([x, lax.psum(x, "d")], [P("d"), P()])
+        return outputs.with_sharding([x, lax.psum(x, "d")], [P("d"), P()])
 
     def run(x):
         specs = dict(in_specs=P("d"), out_specs=outputs)
