@@ -528,7 +528,7 @@ class RowsOfBlocks(NamedTuple):
     @property
     def places(self) -> Places:
         slots = self.row.shape[1]
-        own = np.arange(slots, dtype=np.int32) < self.held[:, None]
+        own = np.arange(slots, dtype=np.int32)[None] < self.held[:, None]
         back = jnp.where(own, self.row, np.int32(-1))
         at = self.block * np.int32(slots) + self.slot
         return Places(at, self.row.reshape(-1), back.reshape(-1))
@@ -545,7 +545,7 @@ def find_blocks(classes: SizeClasses, lengths: Mapping[str, Any]) -> RowsOfBlock
     ]
     count = next(iter(lengths.values())).shape[0]
     kind: Any = sum((x.astype(np.int32) for x in fits), jnp.zeros(count, np.int32))
-    is_kind = (kind[:, None] == np.arange(number, dtype=np.int32)).astype(np.int32)
+    is_kind = (kind[:, None] == np.arange(number, dtype=np.int32)[None]).astype(np.int32)
     so_far = jnp.cumsum(is_kind, 0, dtype=np.int32)  # the rows of each class, up to each row
     of_class, rank = so_far[-1], (so_far * is_kind).sum(1, dtype=np.int32) - np.int32(1)
     filled = lax.div(of_class + capacity - np.int32(1), capacity)
@@ -554,14 +554,14 @@ def find_blocks(classes: SizeClasses, lengths: Mapping[str, Any]) -> RowsOfBlock
     block, slot = _taken(first, kind) + lax.div(rank, room), lax.rem(rank, room)
 
     numbers, slots = np.arange(classes.blocks, dtype=np.int32), classes.rows[-1]
-    of_block = (numbers[:, None] >= ends).sum(1, dtype=np.int32)
+    of_block = (numbers[:, None] >= ends[None]).sum(1, dtype=np.int32)
     own = jnp.minimum(of_block, np.int32(number - 1))
     before = (numbers - _taken(first, own)) * _taken(capacity, own)
     held = jnp.clip(_taken(of_class, own) - before, np.int32(0), _taken(capacity, own))
     row = jnp.zeros(classes.blocks * slots, np.int32)
     row = row.at[block * np.int32(slots) + slot].set(np.arange(count, dtype=np.int32))
     row = row.reshape(classes.blocks, slots)
-    row = jnp.where(np.arange(slots, dtype=np.int32) < held[:, None], row, row[:, :1])
+    row = jnp.where(np.arange(slots, dtype=np.int32)[None] < held[:, None], row, row[:, :1])
     return RowsOfBlocks(kind, block, slot, of_block, held, row)
 
 
