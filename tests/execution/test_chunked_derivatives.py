@@ -251,6 +251,7 @@ def test_a_rule_for_an_argument_that_no_value_depends_on(rule):
 
 
 @pytest.mark.parametrize("step", [jnp.sin, lambda x: jnp.max(x, 0)], ids=["sine", "maximum"])
+@pytest.mark.compiles(60)
 def test_steps_over_rows_that_do_not_read_the_row(step):
     """Each step is the same for all rows, and how many there are is not."""
     lengths, x = np.array([3, 1, 4, 2]), jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
