@@ -176,7 +176,7 @@ def _has_ties(eqn, xs):
     keys = np.sort(np.asarray(xs[0]), axis)
     gaps = np.abs(np.diff(keys, axis=axis))
     sizes = np.abs(np.delete(keys, 0, axis))
-    # What is the same here may differ by rounding where it is compiled, but for round numbers.
+    # What is the same here may differ by rounding where it is compiled, except for round numbers.
     rounded = sizes * 1024 % 1 != 0
     return bool(((gaps <= 1e-5 * sizes) & ((gaps > 0) | rounded | (not stable))).any())
 

@@ -23,9 +23,9 @@ Kind = Literal["argument", "output", "temporary", "constant"]
 @dataclass(frozen=True)
 class LiveValue:
     opcode: str
-    bytes: int  # such as "f32[8,300]"
-    shape: str  # the user's operation, such as "jit(f)/vmap/tanh"
-    op_name: str | None
+    bytes: int
+    shape: str  # such as "f32[8,300]"
+    op_name: str | None  # the user's operation, such as "jit(f)/vmap/tanh"
     kind: Kind
 
 

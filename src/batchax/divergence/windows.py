@@ -142,7 +142,7 @@ class Together:
         Args:
           active: which lanes are active after one step more.
           taken: how many steps were taken before.
-          asked: after how many lanes are counted.
+          count_after: after how many lanes are counted.
         """
         blocks = Blocks.of(active)
         if blocks is None:
@@ -241,9 +241,9 @@ def refill(queue: Queue, window: InWindow) -> InWindow:
     of_all = queue.lanes is None
 
     def run(*operands: Value) -> InWindow:
-        count_after = Queue(None, operands[0]) if of_all else Queue(*operands[:2])
+        source = Queue(None, operands[0]) if of_all else Queue(*operands[:2])
         how = _one_by_one if jax.default_backend() == "cpu" else _at_once
-        return how(count_after, InWindow(*operands[len(queue) - of_all :]))
+        return how(source, InWindow(*operands[len(queue) - of_all :]))
 
     return InWindow(*staged_once("refill", run, *queue[of_all:], *window))
 
@@ -256,15 +256,15 @@ def _one_by_one(queue: Queue, window: InWindow) -> InWindow:
         place, (index, active, first, _, any_active) = state
         # What is read and written in one step would be copied in each.
         stays = entry_of(window.active, place)
-        count_after = lax.bitwise_and(lax.bitwise_not(stays), lax.lt(first, size))
-        comes = lax.bitwise_and(count_after, entry_of(queue.active, first))
+        refills = lax.bitwise_and(lax.bitwise_not(stays), lax.lt(first, size))
+        comes = lax.bitwise_and(refills, entry_of(queue.active, first))
         lane = first if queue.lanes is None else entry_of(queue.lanes, first)
         old = entry_of(window.index, place)
         index = put_entry(index, lax.select(comes, lane, old), place)
         here = lax.bitwise_or(stays, comes)
         active = put_entry(active, here, place)
-        first = lax.add(first, lax.convert_element_type(count_after, np.int32))
-        taken = lax.bitwise_or(comes, lax.bitwise_not(count_after))
+        first = lax.add(first, lax.convert_element_type(refills, np.int32))
+        taken = lax.bitwise_or(comes, lax.bitwise_not(refills))
         place = lax.add(place, lax.convert_element_type(taken, np.int32))
         waiting, any_active = lax.lt(first, size), lax.bitwise_or(any_active, here)
         return place, InWindow(index, active, first, waiting, any_active)

@@ -1,12 +1,12 @@
 """A call of `vmap` as a value, the passes it goes through, and `execute`, which runs it.
 
-A `Call` is a function of one example, its arguments, and the *way* that its axis is to run. It
+A `Call` is a function of one example, its arguments, and the *strategy* by which its axis runs. It
 begins as one of all lanes at once. A pass takes a call and returns one: with lanes sharded over
 devices, or with a few that run at a time. What is left after all passes is executed::
 
     outs, outputs = execute(apply_passes(passes, Call(axis, function, mapped)))
 
-A new way to run an axis is a subclass of `Strategy`, and a pass that gives it to its calls.
+A new strategy is a subclass of `Strategy`, and a pass that gives it to its calls.
 
 References become values here, so that what uses them can be cut into sections. JAX discharges those
 that a jaxpr creates. But that also inlines operations in loops and branches that JAX lowers early,

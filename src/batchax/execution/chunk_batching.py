@@ -95,7 +95,7 @@ def _check_apart(axis: Axis, program: ClosedJaxpr) -> None:
     if eqn is not None:
         raise UnsupportedError(
             f"{line_of(eqn)}: {spoken(eqn)} uses the axis {axis.name!r} inside a branch that not "
-            'every lane takes, and divergence="compact" runs its lanes one after another there. '
+            'every lane takes, and divergence="compact" runs its lanes sequentially there. '
             f"Take lax.axis_index({axis.name!r}) outside of the branch, or use "
             'divergence="predicate".'
         )
