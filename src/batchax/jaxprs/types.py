@@ -1,4 +1,4 @@
-"""Words for what annotations are of: an equation, a program, the type of a value, a value.
+"""Words for what annotations are of: an equation, a program, the type of a value, a value, a tree.
 
 JAX's own classes say of a variable no more than that it has some type, and parts of a program that
 we make look like programs, too. So these say what is read of either.
@@ -6,7 +6,7 @@ we make look like programs, too. So these say what is read of either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from batchax import _compat
@@ -18,6 +18,15 @@ Values: TypeAlias = Sequence[Value]
 
 Aval: TypeAlias = Any
 """The type of a value: shape, dtype, and more of some. JAX has no class for what all have."""
+
+Tree: TypeAlias = Any
+"""Values in tuples, lists, dicts and other containers, or one value, as `jax.tree` has them."""
+
+AxesTree: TypeAlias = Any
+"""What `in_axes` and `out_axes` may be: an axis, None, or a tree of these as a prefix."""
+
+Params: TypeAlias = Mapping[str, Any]
+"""The parameters of an equation, by name."""
 
 ClosedJaxpr: TypeAlias = _compat.ClosedJaxpr
 """A program with the values of its constants."""
