@@ -13,7 +13,7 @@ from batchax.frontend.arguments import check_axis_name, check_axis_size, mesh_ax
 from batchax.frontend.in_axes import count, is_position
 from batchax.frontend.outputs import AUTO
 from batchax.jaxprs.error_format import brief
-from batchax.jaxprs.types import Aval, ClosedJaxpr
+from batchax.jaxprs.types import Aval, AxesTree, ClosedJaxpr
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import ANYWHERE, ZERO_IF_MAPPED, batch_inner
 
@@ -23,7 +23,7 @@ def batch_jaxpr(
     closed_jaxpr: ClosedJaxpr,
     axis_size: int | None,
     in_axes: Sequence[int | None] | int | None,
-    out_axes: Any = AUTO,
+    out_axes: AxesTree = AUTO,
     axis_name: Hashable | None = None,
     spmd_axis_name: Hashable | tuple[Hashable, ...] | None = None,
 ) -> tuple[ClosedJaxpr, tuple[int | None, ...]]:

@@ -26,7 +26,7 @@ from batchax.frontend.options import (
 )
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.error_format import name_of
-from batchax.jaxprs.types import Value
+from batchax.jaxprs.types import AxesTree, Tree, Value
 from batchax.kernel.inner import NEEDS_VALUES
 from batchax.kernel.own_primitive import with_values
 from batchax.rows.ragged import Ragged
@@ -80,7 +80,7 @@ def _budget(lanes: Sequence[int], size: int) -> str:
 @_compat.api_boundary
 def check(
     fun: Callable[P, Any],
-    in_axes: Any = 0,
+    in_axes: AxesTree = 0,
     *,
     lanes: int = _LANES,
     derivatives: bool = True,
@@ -151,7 +151,7 @@ class _Comparison:
     def __init__(
         self,
         fun: Callable[..., Any],
-        in_axes: Any,
+        in_axes: AxesTree,
         options: dict[str, Any],
         args: tuple[Value, ...],
         kwargs: dict[str, Any],
@@ -297,7 +297,7 @@ class _Comparison:
             )
 
 
-def _parts_of(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+def _parts_of(tree: Tree) -> tuple[list[tuple[str, Any]], Any]:
     """Returns the leaves of a tree with their paths in it, and its structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     return [(jax.tree_util.keystr(keys), x) for keys, x in leaves], structure
@@ -338,7 +338,7 @@ def _chosen(size: int, most: int) -> tuple[int, ...]:
     return tuple(sorted(list(order)[:most]))
 
 
-def _by_lane(tree: Any) -> Callable[[int], Any]:
+def _by_lane(tree: Tree) -> Callable[[int], Any]:
     """Returns a function from a lane to its part of a tree."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_rows)
     leaves = [x.rows() if _is_rows(x) else x for x in leaves]

@@ -19,7 +19,7 @@ from batchax.frontend.in_axes import argument_names, is_array, is_position
 from batchax.frontend.options import check_callable, check_options, wraps
 from batchax.frontend.outputs import Reduce
 from batchax.jaxprs.error_format import brief, show
-from batchax.jaxprs.types import Value
+from batchax.jaxprs.types import Tree, Value
 from batchax.vmap import MoreOptions, vmap
 
 P = ParamSpec("P")
@@ -196,13 +196,13 @@ def _may_be_gradient(gradient: Any, x: Any) -> bool:
     return not is_array(gradient) or (is_array(x) and np.shape(gradient) == np.shape(x))
 
 
-def _short(tree: Any) -> str:
+def _short(tree: Tree) -> str:
     if type(tree) is tuple:
         return f"({', '.join(map(_short, tree))}{',' if len(tree) == 1 else ''})"
     return jax.typeof(tree).str_short() if is_array(tree) else type(tree).__name__
 
 
-def _check_differentiable(name: str, tree: Any) -> None:
+def _check_differentiable(name: str, tree: Tree) -> None:
     """Raises an error that names a leaf for which ``jax.grad`` has no gradient."""
     for keys, x in jax.tree.leaves_with_path(tree):
         dtype = jax.typeof(x).dtype if is_array(x) else None

@@ -10,6 +10,7 @@ from batchax import _compat
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import argument_names, check_in_axes
 from batchax.frontend.options import check_callable, wraps
+from batchax.jaxprs.types import AxesTree
 from batchax.nonfinite.find import NonFinite, check_fits, find, find_whole
 from batchax.vmap import Options, find_vmap
 
@@ -18,7 +19,7 @@ P = ParamSpec("P")
 
 @_compat.api_boundary
 def find_nonfinite(
-    fun: Callable[P, Any], in_axes: Any = 0, **options: Unpack[Options]
+    fun: Callable[P, Any], in_axes: AxesTree = 0, **options: Unpack[Options]
 ) -> Batched[P, NonFinite, NonFinite]:
     """Runs a function over a batch, and finds the origins of NaN and infinity in each lane.
 

@@ -15,12 +15,13 @@ from batchax.errors import OptionError, UnsupportedError
 from batchax.execution.devices.meetings import of_this_process
 from batchax.execution.devices.processes import from_all
 from batchax.frontend.options import is_word, not_one_of
+from batchax.jaxprs.types import Tree
 
 _BLOCK = 64 * 2**20  # bytes that all processes together send at a time
 
 
 @_compat.api_boundary
-def gather(tree: Any, to: Literal["all"] | int = "all") -> Any:
+def gather(tree: Tree, to: Literal["all"] | int = "all") -> Any:
     """Copies arrays to the host, also those that are sharded over several processes.
 
     Example:

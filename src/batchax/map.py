@@ -33,6 +33,7 @@ from batchax.frontend.options import (
 )
 from batchax.frontend.outputs import check_out_axes
 from batchax.jaxprs.error_format import brief
+from batchax.jaxprs.types import AxesTree
 
 _ON_ERROR = ("raise", "quarantine")
 
@@ -43,8 +44,8 @@ def map(
     fun: Callable[..., Any],
     *arrays: Any,
     out: str | Path | None = None,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: AxesTree = 0,
+    out_axes: AxesTree = 0,
     batch_size: int | Literal["auto"] = "auto",
     memory_limit: int | str | None = None,
     commit_rows: int | None = None,

@@ -25,6 +25,7 @@ from batchax.frontend.options import (
     translate_argument_names,
 )
 from batchax.frontend.outputs import check_out_axes
+from batchax.jaxprs.types import AxesTree
 
 
 @_compat.api_boundary
@@ -32,8 +33,8 @@ from batchax.frontend.outputs import check_out_axes
 def map_batches(
     fun: Callable[..., Any],
     *sources: Any,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: AxesTree = 0,
+    out_axes: AxesTree = 0,
     batch_size: int | Literal["auto"] = "auto",
     memory_limit: int | str | None = None,
     batched: bool = False,

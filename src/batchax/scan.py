@@ -47,7 +47,7 @@ from batchax.frontend.outputs import (
 )
 from batchax.jaxprs.error_format import brief, listed, name_of, show
 from batchax.jaxprs.evaluate import bind_equation, evaluate, variables_in, variables_read
-from batchax.jaxprs.types import ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import AxesTree, ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import example_aval, stage_described, stage_function
 from batchax.kernel.registry import describe_returned
@@ -60,8 +60,8 @@ Carry = TypeVar("Carry")
 @translate_argument_names
 def scan(
     fun: Callable[Concatenate[Any, P], tuple[Carry, Any]],
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: AxesTree = 0,
+    out_axes: AxesTree = 0,
     *,
     length: int | None = None,
     reverse: bool = False,
@@ -243,7 +243,7 @@ def _pair(fun: Callable[..., Any], out: Any) -> tuple[Any, Any]:
     )
 
 
-def _check_out_axes(fun: Callable[..., Any], out_axes: Any) -> None:
+def _check_out_axes(fun: Callable[..., Any], out_axes: AxesTree) -> None:
     for keys, leaf in jax.tree_util.tree_flatten_with_path(out_axes)[0]:
         if not (is_position(leaf) or isinstance(leaf, AxisSpec) or is_container_spec(leaf)):
             raise ArgumentTypeError(

@@ -15,7 +15,7 @@ from batchax.frontend.containers import BatchOfRows, is_container
 from batchax.frontend.in_axes import is_array, is_flag
 from batchax.frontend.options import checked_list
 from batchax.jaxprs.error_format import brief
-from batchax.jaxprs.types import Value
+from batchax.jaxprs.types import Tree, Value
 
 
 @_compat.api_boundary
@@ -66,7 +66,7 @@ def stack(trees: Sequence[Any]) -> Any:
 
 
 @_compat.api_boundary
-def unstack(tree: Any) -> list[Any]:
+def unstack(tree: Tree) -> list[Any]:
     """Splits a pytree along the leading axis of its arrays: the inverse of `stack`.
 
     Args:
@@ -109,7 +109,7 @@ def _has_lanes(path: str, x: Value) -> bool:
     return (is_array(x) and not is_flag(x, path)) or isinstance(x, BatchOfRows)
 
 
-def _leaves(name: str, tree: Any, rows: bool = False) -> tuple[Sequence[Any], Any]:
+def _leaves(name: str, tree: Tree, rows: bool = False) -> tuple[Sequence[Any], Any]:
     """The leaves of a tree with their paths, and its structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_container)
     for keys, x in leaves:

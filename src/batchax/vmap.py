@@ -52,7 +52,7 @@ from batchax.frontend.outputs import (
     flatten_outputs,
 )
 from batchax.frontend.rows import find_row_options, finding_sizes, pass_of_rows
-from batchax.jaxprs.types import Value
+from batchax.jaxprs.types import AxesTree, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 
@@ -91,8 +91,8 @@ class Options(MoreOptions, total=False):
 @translate_argument_names
 def vmap(
     fun: Callable[P, Out],
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: AxesTree = 0,
+    out_axes: AxesTree = 0,
     axis_name: Hashable | None = None,
     axis_size: int | None = None,
     spmd_axis_name: Hashable | tuple[Hashable, ...] | None = None,

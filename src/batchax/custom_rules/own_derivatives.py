@@ -23,7 +23,7 @@ from batchax.cache import Cache
 from batchax.custom_rules.rule import Arguments
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import is_array
-from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_inner, inline_jaxpr
 from batchax.kernel.own_primitive import own_primitive, tangents_of, with_values
@@ -306,7 +306,7 @@ class _Residuals:
     rebuild: Callable[[Sequence[Any]], Any]  # from those to the pytree
 
     @classmethod
-    def of(cls, tree: Any) -> _Residuals:
+    def of(cls, tree: Tree) -> _Residuals:
         leaves, structure = jax.tree.flatten(tree)
         places = [i for i, x in enumerate(leaves) if is_array(x)]
         arrays = [leaves[i] for i in places]

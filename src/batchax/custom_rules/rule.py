@@ -30,7 +30,7 @@ from batchax.jaxprs.bodies import programs_inside
 from batchax.jaxprs.error_format import brief, line_of, name_of, spoken
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.types import Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import Eqn, Jaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.captured import closes_over_tracers, program_behind
 from batchax.kernel.interpreter import batch_equation
@@ -446,5 +446,5 @@ def _naming(user_rule: UserRule, rule: RuleFunction | None) -> Iterator[None]:
         raise
 
 
-def _shown(tree: Any) -> str:
+def _shown(tree: Tree) -> str:
     return str(tree).removeprefix("PyTreeDef(").removesuffix(")")

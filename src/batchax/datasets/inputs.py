@@ -28,6 +28,7 @@ from batchax.frontend.containers import is_container
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
 from batchax.frontend.options import converted
 from batchax.jaxprs.error_format import brief
+from batchax.jaxprs.types import AxesTree
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class NoRowsError(ArgumentTypeError):
 
 def find_inputs(
     fun: Callable[..., Any],
-    in_axes: Any,
+    in_axes: AxesTree,
     args: tuple[Any, ...],
     batched: bool = False,
     start: int = 0,

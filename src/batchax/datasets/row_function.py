@@ -40,7 +40,7 @@ from batchax.frontend.outputs import (
 )
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.error_format import name_of
-from batchax.jaxprs.types import ClosedJaxpr, Value
+from batchax.jaxprs.types import AxesTree, ClosedJaxpr, Value
 from batchax.rows.building import without
 from batchax.rows.dynamic_sizes import OutputRows, rows_of_output
 from batchax.rows.ragged import Ragged
@@ -129,7 +129,7 @@ class Output:
 
 
 def find_outputs(
-    types: Any, out_axes: Any, rows: int, grows: bool = False, rows_name: str = ""
+    types: Any, out_axes: AxesTree, rows: int, grows: bool = False, rows_name: str = ""
 ) -> list[Output]:
     leaves, _ = spread_specs(out_axes, types, "out", "out_axes", is_output_spec, by_name=True)
     named, _ = jax.tree_util.tree_flatten_with_path(types, is_leaf=is_container)
@@ -193,7 +193,7 @@ def find_outputs(
     return outputs
 
 
-def lanes_of(out_axes: Any, added: bool = False) -> Any:
+def lanes_of(out_axes: AxesTree, added: bool = False) -> Any:
     """Returns `out_axes` that keep all rows, except for states if these are `added`."""
 
     def of_one(x: Any) -> Any:
@@ -208,7 +208,7 @@ def lanes_of(out_axes: Any, added: bool = False) -> Any:
 _TOTAL = Reduce(Reduction(jnp.add, 0))
 
 
-def states_to_add(out: Any, out_axes: Any, counts: Any = None) -> Any:
+def states_to_add(out: Any, out_axes: AxesTree, counts: Any = None) -> Any:
     """Replaces outputs that rows add up by states, so that `vmap` adds them (`contractions/`).
 
     `counts` is False for a row that sums leave out; None: all count.
@@ -279,8 +279,8 @@ class RowFunction:
         cls,
         fun: Callable[..., Any],
         arrays: tuple[Any, ...],
-        in_axes: Any,
-        out_axes: Any,
+        in_axes: AxesTree,
+        out_axes: AxesTree,
         key: Any,
         options: dict[str, Any],
         batched: bool = False,
@@ -330,7 +330,7 @@ class RowFunction:
     def _vmapped(
         self,
         fun: Callable[..., Any],
-        out_axes: Any,
+        out_axes: AxesTree,
         numbers: Value,
         rows: Sequence[Any],
         shared: Sequence[Any],
@@ -446,14 +446,14 @@ def takes_key_by_name(fun: Callable[..., Any]) -> bool:
     return "key" in names[1:]
 
 
-def _by_position(fun: Callable[..., Any], in_axes: Any, count: int, keyed: bool) -> Any:
+def _by_position(fun: Callable[..., Any], in_axes: AxesTree, count: int, keyed: bool) -> Any:
     if not isinstance(in_axes, dict) or not keyed or takes_key_by_name(fun):
         return in_axes
     names = list(inspect.signature(fun).parameters)[1 : count + 1]
     return tuple(in_axes.get(name, 0) for name in names)
 
 
-def _with_key(in_axes: Any, count: int) -> Any:
+def _with_key(in_axes: AxesTree, count: int) -> Any:
     return (0, *(in_axes if isinstance(in_axes, (tuple, list)) else [in_axes] * count))
 
 

@@ -28,7 +28,7 @@ from batchax.divergence.windows import anyone
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Params, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import remembered, stage_function, while_loop
 from batchax.rules.loops import MaskedBody, predicate
@@ -112,7 +112,7 @@ def _run(program: ClosedJaxpr, operands: Values, spent: Value) -> list[Value]:
     return [*outs, spent]
 
 
-def _while(params: Any, operands: Values, spent: Value) -> list[Value]:
+def _while(params: Params, operands: Values, spent: Value) -> list[Value]:
     n_test, n_body = params["cond_nconsts"], params["body_nconsts"]
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
     tested, given = operands[:n_test], operands[n_test : n_test + n_body]
@@ -129,7 +129,7 @@ def _while(params: Any, operands: Values, spent: Value) -> list[Value]:
     return while_loop(goes_on, once, [*operands[n_test + n_body :], spent])
 
 
-def _scan(params: Any, operands: Values, spent: Value) -> list[Value]:
+def _scan(params: Params, operands: Values, spent: Value) -> list[Value]:
     n_consts, n_carry = _compat.scan_counts(params)
     consts, first = operands[:n_consts], operands[n_consts : n_consts + n_carry]
 
@@ -144,7 +144,7 @@ def _scan(params: Any, operands: Values, spent: Value) -> list[Value]:
     return [*carry, *stacked, spent]
 
 
-def _cond(params: Any, operands: Values, spent: Value) -> list[Value]:
+def _cond(params: Params, operands: Values, spent: Value) -> list[Value]:
     index, *given = operands
     branch = lambda program: lambda spent, *given: _run(program, given, spent)
     return lax.switch(index, [branch(p) for p in params["branches"]], spent, *given)

@@ -31,6 +31,7 @@ from batchax.frontend.in_axes import check_in_axes, count
 from batchax.frontend.options import check_callable, check_flags
 from batchax.frontend.outputs import check_out_axes
 from batchax.jaxprs.error_format import name_of
+from batchax.jaxprs.types import AxesTree
 from batchax.staging import Staged, stage
 from batchax.vmap import MoreOptions, find_vmap, vmap
 
@@ -125,8 +126,8 @@ _PROGRAMS = 3
 @_compat.api_boundary
 def explain(
     fun: Callable[P, Any],
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: AxesTree = 0,
+    out_axes: AxesTree = 0,
     *,
     compile: bool = True,
     measure: bool = False,

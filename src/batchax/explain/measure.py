@@ -22,6 +22,7 @@ from batchax.frontend.arguments import find_axis_size, flatten_arguments, with_l
 from batchax.frontend.containers import arrays_inside
 from batchax.frontend.in_axes import argument_names
 from batchax.jaxprs.error_format import name_of
+from batchax.jaxprs.types import AxesTree
 from batchax.kernel.axis import Axis
 from batchax.kernel.own_primitive import with_values
 from batchax.progress import Progress
@@ -55,8 +56,8 @@ def measure_alone(way: _Way, time_limit: float) -> tuple[Timing, ...]:
 def measure(
     first: _Way,
     fun: Callable[..., Any],
-    in_axes: Any,
-    out_axes: Any,
+    in_axes: AxesTree,
+    out_axes: AxesTree,
     options: dict[str, Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -175,7 +176,7 @@ def as_it_is(
 
 def _loop(
     fun: Callable[..., Any],
-    in_axes: Any,
+    in_axes: AxesTree,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     lanes: int,

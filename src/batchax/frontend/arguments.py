@@ -40,7 +40,7 @@ from batchax.frontend.in_axes import (
     spread_in_axes,
 )
 from batchax.jaxprs.error_format import listed, show
-from batchax.jaxprs.types import Value
+from batchax.jaxprs.types import AxesTree, Tree, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.named_axes import as_lanes
 
@@ -181,7 +181,7 @@ class LocalRows:
 
 
 @_compat.api_boundary
-def local(tree: Any) -> Any:
+def local(tree: Tree) -> Any:
     """Marks the rows of an argument of `vmap` as those of this process alone.
 
     Example:
@@ -250,7 +250,7 @@ class FlatArguments:
 
 def flatten_arguments(
     fun: Callable[..., Any],
-    in_axes: Any,
+    in_axes: AxesTree,
     args: tuple[Value, ...],
     kwargs: dict[str, Any],
     terms: Terms = LANES,

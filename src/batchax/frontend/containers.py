@@ -30,7 +30,7 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.error_format import brief
-from batchax.jaxprs.types import Value, Values
+from batchax.jaxprs.types import Tree, Value, Values
 
 
 @dataclass(frozen=True)
@@ -447,7 +447,7 @@ def _lend_to_jax(container: Container) -> None:
     _compat.lend_batches(container.type, container.spec_type, to_example, to_batch)
 
 
-def arrays_inside(tree: Any) -> list[Any]:
+def arrays_inside(tree: Tree) -> list[Any]:
     arrays = []
     for x in jax.tree.leaves(tree, is_leaf=is_container):
         parts = parts_of_output(x, None, "out", None)

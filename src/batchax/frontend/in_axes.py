@@ -27,7 +27,7 @@ from jax.core import Tracer
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import AxisSpec, DictOfBatches, is_container, is_container_spec
 from batchax.jaxprs.error_format import listed, name_of, show
-from batchax.jaxprs.types import Value, Values
+from batchax.jaxprs.types import AxesTree, Tree, Value, Values
 
 
 @dataclass
@@ -46,7 +46,7 @@ Rebuild = Callable[[Iterator[Any]], Any]
 
 def spread_specs(
     spec: Any,
-    tree: Any,
+    tree: Tree,
     path: str,
     what: str,
     is_spec: Callable[[Any], bool],
@@ -104,7 +104,7 @@ def spread_specs(
 
 
 def _specs_by_name(
-    spec: Any, tree: Any, children: Sequence[Any], path: str, what: str
+    spec: Any, tree: Tree, children: Sequence[Any], path: str, what: str
 ) -> list[Any] | None:
     """Returns what `spec` says of each part of `tree`, if it is a dict and they have names; else
     None.
@@ -131,7 +131,7 @@ def _name_of(keys: Sequence[Any]) -> str | None:
             return None
 
 
-def anew(tree: Any) -> Any:
+def anew(tree: Tree) -> Any:
     """Returns `tree` with the same leaves in new containers, as a function under vmap sees it."""
     # Put together where the function is traced: what the function does to a list or dict stays
     # inside, and a tree that knows the trace it was made in, as a module of Flax does, was made in
@@ -143,11 +143,11 @@ def anew(tree: Any) -> Any:
         return tree
 
 
-def _one_level(tree: Any) -> tuple[Sequence[Any], Any]:
+def _one_level(tree: Tree) -> tuple[Sequence[Any], Any]:
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
 
 
-def _mismatch(spec: Any, tree: Any, path: str, what: str, unit: str) -> str:
+def _mismatch(spec: Any, tree: Tree, path: str, what: str, unit: str) -> str:
     return (
         f"{what} does not match {path}: it gives {_describe(spec)} there, but {path} is "
         f"{_describe(tree)}. Pass one {unit} for the whole of {path}, or {what} of the same "
@@ -155,7 +155,7 @@ def _mismatch(spec: Any, tree: Any, path: str, what: str, unit: str) -> str:
     )
 
 
-def _describe(tree: Any) -> str:
+def _describe(tree: Tree) -> str:
     if isinstance(tree, dict):
         return f"a {type(tree).__name__} with keys [{listed(sorted(map(repr, tree)))}]"
     if isinstance(tree, (tuple, list)):
@@ -209,7 +209,7 @@ def is_flag(value: Value, path: str) -> bool:
 _ENTRY = re.compile(r"\[\d+\]$")
 
 
-def without_objects(tree: Any) -> Any:
+def without_objects(tree: Tree) -> Any:
     """Returns `tree` with None in place of its objects, for who looks at arrays."""
     # Of leaves alone: a model may be called, and holds arrays.
     return jax.tree_util.tree_map_with_path(
@@ -259,7 +259,7 @@ LANES = Terms("lanes", "axis_size", "for all lanes", "batch axis", "out", 0)
 STEPS = Terms("steps", "length", "at every step", "axis of the steps", "ys", 1)
 
 
-def check_in_axes(fun: Callable[..., Any], in_axes: Any, called: str = "vmap") -> None:
+def check_in_axes(fun: Callable[..., Any], in_axes: AxesTree, called: str = "vmap") -> None:
     """Raises an error, before any call, for an `in_axes` that no call could satisfy."""
     if in_axes is None or is_position(in_axes):
         return
@@ -313,7 +313,7 @@ def is_position(spec: Any) -> TypeGuard[int]:
 
 def spread_in_axes(
     fun: Callable[..., Any],
-    in_axes: Any,
+    in_axes: AxesTree,
     args: tuple[Value, ...],
     kwargs: dict[str, Any],
     terms: Terms = LANES,
@@ -429,7 +429,7 @@ def _positional(fun: Callable[..., Any]) -> list[_Parameter]:
 
 def _by_argument(
     fun: Callable[..., Any],
-    in_axes: Any,
+    in_axes: AxesTree,
     args: tuple[Value, ...],
     kwargs: dict[str, Any],
     terms: Terms,

@@ -35,7 +35,7 @@ from batchax.frontend.in_axes import (
 from batchax.frontend.options import check_one_of, not_one_of
 from batchax.frontend.reductions import REDUCTIONS, Kind, Reduction, adds_up, has_reduction
 from batchax.jaxprs.error_format import brief, name_of, show
-from batchax.jaxprs.types import ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import AxesTree, ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, match_axis, move_axis
 from batchax.kernel.registry import describe_returned
 
@@ -138,7 +138,7 @@ Described = Callable[..., tuple[list[Any], FlatOutputs]]
 """A flat function of one example: it returns arrays, and how to rebuild what they are of."""
 
 
-def check_out_axes(out_axes: Any) -> None:
+def check_out_axes(out_axes: AxesTree) -> None:
     """Raises an error, when `vmap` is called, for an `out_axes` that no output could satisfy."""
     if is_output_spec(out_axes):
         return
@@ -181,7 +181,7 @@ def lanes_first(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten_outputs(
-    out: Any, out_axes: Any, size: Any, terms: Terms = LANES, sum_match: bool = False
+    out: Any, out_axes: AxesTree, size: Any, terms: Terms = LANES, sum_match: bool = False
 ) -> tuple[list[Any], FlatOutputs]:
     """Spreads `out_axes` over what the per-example function returned.
 

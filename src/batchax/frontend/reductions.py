@@ -28,7 +28,7 @@ from batchax.cache import cached
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.error_format import brief, show
 from batchax.jaxprs.primitive_facts import accumulator, highest, lowest
-from batchax.jaxprs.types import Value, Values
+from batchax.jaxprs.types import Tree, Value, Values
 
 
 @_compat.api_boundary
@@ -349,11 +349,11 @@ def in_double_precision() -> Iterator[None]:
         yield
 
 
-def _is_array(tree: Any) -> bool:
+def _is_array(tree: Tree) -> bool:
     return jax.tree_util.all_leaves([tree]) and hasattr(tree, "shape")
 
 
-def _shown(tree: Any) -> str:
+def _shown(tree: Tree) -> str:
     text = str(jax.tree.map(lambda x: _Words(f"{x.dtype}{list(x.shape)}"), tree))
     return text if text != "()" else "empty"
 

@@ -6,7 +6,7 @@ we make look like programs, too. So these say what is read of either.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from batchax import _compat
@@ -25,7 +25,7 @@ Tree: TypeAlias = Any
 AxesTree: TypeAlias = Any
 """What `in_axes` and `out_axes` may be: an axis, None, or a tree of these as a prefix."""
 
-Params: TypeAlias = Mapping[str, Any]
+Params: TypeAlias = dict[str, Any]
 """The parameters of an equation, by name."""
 
 ClosedJaxpr: TypeAlias = _compat.ClosedJaxpr

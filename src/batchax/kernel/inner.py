@@ -20,7 +20,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 
 from batchax import _compat
 from batchax.cache import Cache
-from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Params, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     Axis,
@@ -292,7 +292,7 @@ def stage_function(
             raise error from None
 
 
-def _stays(axis: Axis, primitive: _compat.Primitive, params: Any) -> bool:
+def _stays(axis: Axis, primitive: _compat.Primitive, params: Params) -> bool:
     """Returns whether an operation must stay in the program even if its operands are known."""
     if primitive.name in _EFFECTFUL or (axis.name is not None and axis.name in names_in(params)):
         return True

@@ -30,7 +30,7 @@ from batchax.jaxprs.bodies import (
 from batchax.jaxprs.evaluate import Rewriter, bind_equation, evaluate
 from batchax.jaxprs.own_primitives import operations_of, stands_for
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Params, Value, Values
 from batchax.kernel.registry import Rule, serve_own
 
 Flat = Callable[..., list[Any]]
@@ -209,7 +209,7 @@ def report_errors(
     """
 
     def rule(
-        checking: _compat.Checking, operands: Values, params: Any
+        checking: _compat.Checking, operands: Values, params: Params
     ) -> tuple[Any, Sequence[Any]]:
         effects = set().union(*(program.effects for program in held_programs(params, programs)))
         if not checking.needs(effects):

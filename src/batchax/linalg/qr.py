@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.types import Aval, Value
+from batchax.jaxprs.types import Aval, Params, Value
 from batchax.linalg.elements import conjugate, parts, power_of_two, rows, squares, times, whole
 
 
-def serves(lane: Sequence[Aval], params: Any) -> bool:
+def serves(lane: Sequence[Aval], params: Params) -> bool:
     return not params["pivoting"] and 0 not in lane[0].shape
 
 

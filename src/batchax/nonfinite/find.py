@@ -19,7 +19,7 @@ from batchax.frontend.in_axes import spread_in_axes, without_objects
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.error_format import spoken
 from batchax.jaxprs.own_primitives import shown
-from batchax.jaxprs.types import Aval, Eqn, Value, Values
+from batchax.jaxprs.types import Aval, AxesTree, Eqn, Value, Values
 from batchax.nonfinite.origins import (
     FIRST_LOOP,
     KIND,
@@ -176,7 +176,7 @@ def causes_shown(faults: Sequence[tuple[Any, int, np.ndarray]]) -> list[tuple[An
 
 def check_fits(
     fun: Callable[..., Any],
-    in_axes: Any,
+    in_axes: AxesTree,
     options: dict[str, Any],
     args: Any,
     kwargs: dict[str, Any],
@@ -188,7 +188,7 @@ def check_fits(
 
 def find(
     fun: Callable[..., Any],
-    in_axes: Any,
+    in_axes: AxesTree,
     options: dict[str, Any],
     args: Any,
     kwargs: dict[str, Any],

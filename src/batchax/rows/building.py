@@ -18,7 +18,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows, DictOfBatches, is_container
 from batchax.frontend.options import checked_list, converted
 from batchax.jaxprs.error_format import brief, show
-from batchax.jaxprs.types import Value
+from batchax.jaxprs.types import Tree, Value
 from batchax.rows.index import Axes, RowIndex, pack_rows
 from batchax.stack import structures_differ
 
@@ -623,7 +623,7 @@ def _unflatten(keys: tuple[Any, ...], children: Iterable[Any]) -> Any:
     return (RaggedDict if rows else dict)(zip(keys, values, strict=True))
 
 
-def _map_rows(function: Callable[[Any], Any], tree: Any) -> Any:
+def _map_rows(function: Callable[[Any], Any], tree: Tree) -> Any:
     if isinstance(tree, BatchOfRows):
         return function(tree)
     is_rows = lambda x: isinstance(x, BatchOfRows)

@@ -17,7 +17,7 @@ from batchax import _compat
 from batchax.analysis.one_function import from_zero
 from batchax.cache import Cache
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.types import Value, Values
+from batchax.jaxprs.types import Params, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, inserted, move_axis, sharding_with_axis
 from batchax.kernel.inner import example_aval
@@ -120,7 +120,7 @@ def by_slices(lhs: Value, rhs: Value, lane: Sequence[Any], params: dict[str, Any
     return out.reshape(lanes, *out.shape[2:])
 
 
-def _one_by_one(lhs: Value, rhs: Value, places: _Places, params: Any) -> Any:
+def _one_by_one(lhs: Value, rhs: Value, places: _Places, params: Params) -> Any:
     """Sums products over the positions of the kernel."""
     images, channels, *spatial = (d + 1 for d in params["dimension_numbers"].lhs_spec)
     _, inputs, *window = (d + 1 for d in params["dimension_numbers"].rhs_spec)

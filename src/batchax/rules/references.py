@@ -20,7 +20,7 @@ from jax import lax
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.types import Value, Values
+from batchax.jaxprs.types import Tree, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, match_axis, move_axis
 from batchax.kernel.registry import register_rule, vectorized
 
@@ -45,7 +45,7 @@ BATCH = "batch"
 
 
 @register_rule("get")
-def _get(axis: Axis, args: Values, axes: Positions, /, *, tree: Any) -> tuple[Any, Any]:
+def _get(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> tuple[Any, Any]:
     indices = _indices(tree, args[1:], axes[1:])
     if indices is None:
         return jax.ref.get(args[0]), axes[0]
@@ -54,7 +54,7 @@ def _get(axis: Axis, args: Values, axes: Positions, /, *, tree: Any) -> tuple[An
 
 
 @register_rule("swap")
-def _swap(axis: Axis, args: Values, axes: Positions, /, *, tree: Any) -> tuple[Any, Any]:
+def _swap(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> tuple[Any, Any]:
     (ref, value, *_), (position, value_axis, *_) = args, axes
     _check_batched(position)
     indices = _indices(tree, args[2:], axes[2:])
@@ -66,7 +66,7 @@ def _swap(axis: Axis, args: Values, axes: Positions, /, *, tree: Any) -> tuple[A
 
 
 @register_rule("addupdate")
-def _addupdate(axis: Axis, args: Values, axes: Positions, /, *, tree: Any) -> tuple[Any, Any]:
+def _addupdate(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> tuple[Any, Any]:
     (ref, value, *_), (position, value_axis, *_) = args, axes
     _check_batched(position)
     indices = _indices(tree, args[2:], axes[2:])
@@ -97,7 +97,7 @@ def _check_batched(position: Position) -> None:
         )
 
 
-def _indices(tree: Any, values: Any, axes: Any) -> tuple[Any, ...] | None:
+def _indices(tree: Tree, values: Any, axes: Any) -> tuple[Any, ...] | None:
     """Returns the indices of one example, `_Index` for dynamic ones; None for the whole."""
     leaves = [_Index(x, a) for x, a in zip(values, axes, strict=True)]
     transforms = jax.tree.unflatten(tree, leaves)

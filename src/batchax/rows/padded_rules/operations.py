@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.primitive_facts import NEUTRAL, facts_of
-from batchax.jaxprs.types import Value
+from batchax.jaxprs.types import Params, Value
 from batchax.kernel.registry import reduced_dims
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.positions import is_static, pad_end, padded
@@ -189,7 +189,7 @@ def _conv(
 
 
 def _reject_ragged_groups(
-    op: Operation, x: Sequence[Any], kernel: Sequence[Any], dimension_numbers: Any, params: Any
+    op: Operation, x: Sequence[Any], kernel: Sequence[Any], dimension_numbers: Any, params: Params
 ) -> None:
     """Raises for groups of channels or of a batch whose size differs from row to row.
 
