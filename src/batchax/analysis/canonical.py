@@ -26,7 +26,7 @@ from batchax.jaxprs.evaluate import evaluate
 from batchax.jaxprs.own_primitives import operations_of
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Params, Value
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
 
 LEAVES = frozenset({"argument", "constant", "captured", "carried", "shard", "result", "effect"})
 """Names of nodes that are no operations: where values enter, and results of several."""
@@ -314,7 +314,7 @@ class CanonicalProgram:
         )
         return whole(node, shape)
 
-    def parameters(self, params: Params, reads: Sequence[int], bodies: list[int]) -> Hashable:
+    def parameters(self, params: object, reads: Sequence[int], bodies: list[int]) -> Hashable:
         """Turns parameters into a key, and reads jaxprs among them, whose nodes go to `bodies`."""
 
         inside: list[int] = []
