@@ -51,7 +51,7 @@ from batchax.execution.gathered_lanes import count_active
 from batchax.execution.slices import entry_of, with_derivative_of
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, BoundedLoop, PlacedOutputs, WhileLoop, match_axis
+from batchax.kernel.axis import Axis, BoundedLoop, PlacedOutputs, Position, WhileLoop, match_axis
 from batchax.kernel.inner import inline_jaxpr, remembered
 from batchax.kernel.own_primitive import with_values
 from batchax.rules.calls import in_turn
@@ -186,7 +186,7 @@ class TailCompaction:
             outs, _ = every_step(self.axis, BoundedLoop(None, *programs, forward, args, at.flat))
         return [outs[i] for i in form.kept]
 
-    def _many(self, active: Any, steps: Any) -> Any:
+    def _many(self, active: Value, steps: Value) -> Value:
         """Whether lanes are to go on together."""
         count = count_active(active)
         taken = lax.convert_element_type(steps, np.float32)
@@ -194,13 +194,13 @@ class TailCompaction:
         waits = SkiRental(self.patience).waits(wasted, count)
         return (count > len(active) // _LEFT) | (waits & (count > 0))
 
-    def _together(self, count: Any) -> Any:
+    def _together(self, count: Value) -> Value:
         """How many steps all lanes take together, of these."""
         most = lax.reduce_max(count, (0,))
         ranked = lambda: lax.sort(count)[-1 - len(count) // _LEFT]
         return lax.cond(most > lax.reduce_min(count, (0,)), ranked, lambda: most)
 
-    def _count(self, loop: BoundedLoop) -> Any:
+    def _count(self, loop: BoundedLoop) -> Value:
         count, at = loop.form.split(loop.args).count, loop.form.split(loop.axes).count
         count = match_axis(self.axis, count, at, 0)
         return lax.clamp(np.int32(0), count, np.int32(loop.form.steps.most))
@@ -230,7 +230,7 @@ class TailCompaction:
         def of_width(width: int) -> Callable[..., list[Any]]:
             block = replace(lanes, size=width)
 
-            def run(first: Any, counts: Any, start: Any, *xs: Value) -> list[Any]:
+            def run(first: Value, counts: Value, start: Value, *xs: Value) -> list[Any]:
                 args = form.split(
                     [
                         x if a is None else match_axis(block, x, a, 0)
@@ -276,14 +276,14 @@ def _with_sums(program: ClosedJaxpr, form: SweepSignature) -> ClosedJaxpr:
     return _compat.stage(back, [*program.in_avals[:first], *types, *program.in_avals[first:]])
 
 
-def _with_count(loop: BoundedLoop, count: Any) -> BoundedLoop:
+def _with_count(loop: BoundedLoop, count: Value) -> BoundedLoop:
     """`loop` with another number of steps for each lane, along axis 0."""
     given, at = loop.form.split(loop.args), loop.form.split(loop.axes)
     args, axes = given._replace(count=count), at._replace(count=0)
     return replace(loop, args=args.flat, axes=axes.flat)
 
 
-def _moved(x: Value, by: Value, axis: int) -> Any:
+def _moved(x: Value, by: Value, axis: int) -> Value:
     """`x` with entry 0 at entry `by`, and so on; what leaves at one end comes in at the other."""
     return jnp.roll(x, by, axis)
 
@@ -360,7 +360,7 @@ def run_with_tail(apart: TailCompaction, loop: BoundedLoop) -> PlacedOutputs:
     """The results of a bounded loop or a sweep whose lanes begin together, and end apart."""
     bare = replace(loop, args=())
 
-    def build() -> Any:
+    def build() -> tuple[Callable[..., list[Value]], list[Position]]:
         def run(args: Values) -> list[Any]:
             given = replace(bare, args=args)
             if isinstance(loop.form, SweepSignature):

@@ -313,7 +313,7 @@ class _Part:
         types = [self.program.in_avals[k] for k in self.used]
         return _compat.stage(run, types, _compat.names_in_scope())
 
-    def run(self, active: Any) -> PlacedOutputs:
+    def run(self, active: Value) -> PlacedOutputs:
         """What the branch returns for the lanes that are `active`, and zeros for the others."""
         size, plan = self.axis.size, self.plan
         serial = plan.most if isinstance(plan, Serial) else 0
@@ -331,7 +331,7 @@ class _Part:
         axis, explicit = replace(self.axis, name=None, divergence=inside), inside.explicit
 
         # It outlives this trace, and so does not close over `self`, which holds operands.
-        def run(program: ClosedJaxpr, positions: Positions, active: Any, xs: Values) -> list[Any]:
+        def run(program: ClosedJaxpr, positions: Positions, active: Value, xs: Values) -> list[Any]:
             def of_width(width: int) -> Callable[..., list[Any]]:
                 lanes = replace(axis, size=width)
 
@@ -422,5 +422,5 @@ def _spec(position: Position) -> Any:
     return WHOLE if position is None else Gathered(position)
 
 
-def _typed(x: Value, aval: Aval) -> Any:
+def _typed(x: Value, aval: Aval) -> Value:
     return _compat.weakly(x) if aval.weak_type else x

@@ -13,6 +13,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, OptionError
 from batchax.frontend.options import check_count
 from batchax.jaxprs.error_format import brief, show
+from batchax.jaxprs.types import Values
 
 _lock = threading.Lock()
 
@@ -79,7 +80,7 @@ class LaneSteps:
         :meta private:
         """
 
-        def count(tallies: Any) -> None:
+        def count(tallies: Sequence[Values]) -> None:
             for width, (iterations, high, low) in zip(widths, tallies, strict=True):
                 with _lock:  # programs run in several threads
                     self._run += width * int(iterations)

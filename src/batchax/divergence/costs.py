@@ -114,7 +114,7 @@ class Step:
     alone: Nanoseconds  # nanoseconds that a lane takes by itself, in a single kernel
 
     @classmethod
-    def of(cls, test: Any, body: ClosedJaxpr, differs: Sequence[bool]) -> Step:
+    def of(cls, test: ClosedJaxpr | None, body: ClosedJaxpr, differs: Sequence[bool]) -> Step:
         """From its programs, and which operands of the body each lane has its own of."""
         tests = [test.jaxpr] if test is not None else []
         of_tests = (cost_of_program(t, differs=(True,) * len(t.invars), steps=STEPS) for t in tests)
@@ -181,7 +181,7 @@ class Price(NamedTuple):
         return cls(Nanoseconds(begin), Nanoseconds(lane))
 
 
-def price_of(program: Any, differs: Sequence[bool]) -> Price:
+def price_of(program: ClosedJaxpr, differs: Sequence[bool]) -> Price:
     """Returns the price of a program, some of whose operands are batched."""
     cost = cost_of_program(program.jaxpr, differs=tuple(differs), steps=STEPS_INSIDE)
     return price_of_cost(cost + Cost(launches=1))

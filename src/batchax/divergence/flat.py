@@ -32,7 +32,7 @@ from batchax import _compat
 from batchax.divergence.costs import launch_time
 from batchax.divergence.loops import DivergentLoop
 from batchax.divergence.nest import Inner, Nest, Segment
-from batchax.divergence.policy import Loop, Probed
+from batchax.divergence.policy import Loop, NestDecision, Probed
 from batchax.divergence.probed import masked_until_unequal
 from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
@@ -44,7 +44,7 @@ from batchax.execution.gathered_lanes import (
 )
 from batchax.execution.slices import blank
 from batchax.jaxprs.evaluate import variables_used
-from batchax.jaxprs.types import ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Tree, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, match_axis
 from batchax.kernel.differing import looks_at_lanes
@@ -118,7 +118,7 @@ class SegmentRun:
         program, used = part.program, _used(part.program)
         operands_at = [*self._reads_at, *[0] * len(part.writes)]
 
-        def once(state: Any) -> Any:
+        def once(state: Tree) -> Tree:
             first, changing = state
             now = with_values(values, part.writes, changing)
             entry = lax.add(first, places)
@@ -174,7 +174,7 @@ class FlatLoop(DivergentLoop):
         """As that of any loop."""
         return *super().but_for_body, self.nest
 
-    def replanned(self, lanes: int, positions: tuple[Position, ...]) -> Any:
+    def replanned(self, lanes: int, positions: tuple[Position, ...]) -> NestDecision:
         """How so many lanes are run."""
         differs = [a is not None for a in positions[self.n_test :]]
         differs += [True] * len(self.body.out_avals)
@@ -238,7 +238,7 @@ class Lanes:
     constants_at: tuple[Position, ...]
 
     def step(
-        self, active: Any, values: Values, deadline: Any, tally: Tally
+        self, active: Value, values: Values, deadline: Value, tally: Tally
     ) -> tuple[Any, list[Any], Any, Tally]:
         """A step of the active lanes, or less for those that stay in a loop inside.
 
@@ -277,7 +277,7 @@ class Lanes:
         stays = lax.bitwise_or(self.predicates(values), lax.bitwise_not(here))
         return lax.bitwise_and(active, stays), values, spent, tally
 
-    def predicates(self, values: Sequence[Any]) -> Any:
+    def predicates(self, values: Sequence[Any]) -> Value:
         """The predicate of each lane."""
         nest = self.nest
         carry = values[nest.n_consts : nest.n_consts + nest.n_carry]
@@ -285,7 +285,7 @@ class Lanes:
         return predicate(self.axis, nest.test, [*values[: nest.n_test], *carry], at)
 
     @property
-    def time(self) -> Any:
+    def time(self) -> Value:
         """How long a step takes, except for the loops inside and the work of lanes in segments."""
         around = sum(self._run_of(part).overhead for part in self.nest.segments)
         inner = len(self.nest.parts) - len(self.nest.segments)
@@ -296,7 +296,7 @@ class Lanes:
     def _place(self) -> int:
         return self.nest.n_consts + self.nest.n_carry
 
-    def _at(self, number: int, values: Sequence[Any]) -> Any:
+    def _at(self, number: int, values: Sequence[Any]) -> Value:
         """Which lanes are in that part."""
         place = values[self._place]
         return lax.eq(place, np.asarray(number, place.dtype))
@@ -305,7 +305,7 @@ class Lanes:
         positions = (*self.constants_at, *[0] * len(self.nest.slots))
         return SegmentRun(self.axis, self.nest.test, segment, positions)
 
-    def _moved(self, come: Value, stay: Value, number: int, values: list[Any]) -> Any:
+    def _moved(self, come: Value, stay: Value, number: int, values: list[Any]) -> Value:
         """Who has come through a part: of those that `come` to it, all but those that `stay`."""
         place = values[self._place]
         through = lax.bitwise_and(come, lax.bitwise_not(stay))
@@ -331,7 +331,7 @@ class Lanes:
         here: Value,
         active: Value,
         values: list[Any],
-        deadline: Any,
+        deadline: Value,
         tally: Tally,
     ) -> tuple[Any, list[Any], Any, Tally]:
         """Runs a loop inside, for who comes to it and who is in it, until waiting costs too much.
@@ -367,12 +367,12 @@ class Lanes:
         everyone = count_active(active, np.float32)
         limit = SkiRental(float(self.time)).limit(everyone)
 
-        def goes_on(state: Any) -> Any:
+        def goes_on(state: Tree) -> Value:
             _, _, count, wasted, spent, _ = state
             going = lax.bitwise_and(lax.gt(count, np.float32(0)), lax.lt(wasted, limit))
             return going if deadline is None else lax.bitwise_and(going, lax.lt(spent, deadline))
 
-        def once(state: Any) -> Any:
+        def once(state: Tree) -> Tree:
             runs, mine, count, wasted, spent, tally = state
             # A lane that waits here waits for loops further inside, too.
             others = lax.max(lax.sub(everyone, count), _NOBODY)
@@ -394,5 +394,5 @@ class Lanes:
         return through, values, spent, tally
 
 
-def _zeros(x: Value) -> Any:
+def _zeros(x: Value) -> Value:
     return lax.broadcast(np.asarray(0, x.dtype), x.shape)

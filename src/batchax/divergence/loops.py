@@ -38,7 +38,7 @@ from batchax.execution.call import without_references
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
 from batchax.execution.slices import entry_of, put_entry
-from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Tree, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     Axis,
@@ -151,7 +151,7 @@ class DivergentLoop:
         """A key among loops of the same body, which it does not hold: that is a weak key."""
         return self.axis, self.test, self.n_test, self.positions, self.plan
 
-    def replanned(self, lanes: int, positions: tuple[Position, ...]) -> Any:
+    def replanned(self, lanes: int, positions: tuple[Position, ...]) -> LoopDecision | NestDecision:
         """How so many lanes are run, whose operands besides the carry have these positions."""
         chosen = isinstance(self.plan, Window) and self.plan.widths[0] != self.axis.size
         if chosen and self.axis.divergence.explicit:
@@ -185,7 +185,7 @@ class DivergentLoop:
         same, n = self._unchanged, len(consts)
         changed = [k for k in range(len(slots)) if k not in same]
 
-        def step(width: int, given: Any, active: Any, carry: Any, tally: Tally) -> Any:
+        def step(width: int, given: Values, active: Value, carry: Values, tally: Tally) -> Tree:
             own = with_values(with_values(slots, same, given[n:]), changed, carry)
             active, own, tally = self._step(width, given[:n], active, own, tally)
             return active, [own[k] for k in changed], tally
@@ -220,7 +220,7 @@ class DivergentLoop:
         same, n = self._unchanged, len(consts)
         changed = [k for k in range(len(carry)) if k not in same]
 
-        def run(end: Any, *operands: Value) -> list[Any]:
+        def run(end: Value, *operands: Value) -> list[Any]:
             def lane(i: jax.Array, state: Values) -> list[Any]:
                 both = zip(operands, self.positions, strict=False)
                 own = [x if a is None else entry_of(x, i, a) for x, a in both]
@@ -278,7 +278,7 @@ class DivergentLoop:
         carry = body.step(active, consts[self.n_test :], carry)
         return lax.bitwise_and(active, self._test(axis, consts, carry)), carry, tally
 
-    def _test(self, axis: Axis, consts: Values, carry: Values) -> Any:
+    def _test(self, axis: Axis, consts: Values, carry: Values) -> Value:
         positions = [*self.positions[: self.n_test], *[0] * len(carry)]
         test = lower_for_kernel(self.test) if self._for_kernel else self.test
         return predicate(axis, test, [*consts[: self.n_test], *carry], positions)
@@ -289,7 +289,7 @@ class DivergentLoop:
         return isinstance(self.plan, Tiles)
 
 
-def as_weak_as(aval: Aval, x: Value) -> Any:
+def as_weak_as(aval: Aval, x: Value) -> Value:
     """`x`, as weakly typed as `aval`: a loop may be given what is more so than its results."""
     if jax.typeof(x).weak_type == aval.weak_type:
         return x
@@ -326,7 +326,7 @@ def _with_onepredicate(axis: Axis, loop: WhileLoop) -> WhileLoop:
         return loop
     n_test, n_body = len(loop.test_consts), len(loop.body_consts)
 
-    def goes_on(active: Any, *_: Any) -> list[Any]:
+    def goes_on(active: Value, *_: Value) -> list[Any]:
         return [active.any()]
 
     def once(*operands: Value) -> list[Any]:
@@ -337,7 +337,7 @@ def _with_onepredicate(axis: Axis, loop: WhileLoop) -> WhileLoop:
         (more,) = eval_jaxpr(loop.test.jaxpr, loop.test.consts, *test_consts, *carry)
         return [active & more, *carry]
 
-    def build() -> Any:
+    def build() -> tuple[ClosedJaxpr, ClosedJaxpr]:
         types = [*loop.test.out_avals, *loop.body.out_avals]
         consts = [*loop.test.in_avals[:n_test], *loop.body.in_avals[:n_body]]
         with _compat.named_scope(axis.name, axis.size):
@@ -383,18 +383,18 @@ def bind(loop: DivergentLoop, operands: Values) -> list[Any]:
     return divergent_loop_p.bind(*operands, loop=loop, program=program)
 
 
-def _compiled(*operands: Value, loop: DivergentLoop, program: Any) -> list[Any]:
+def _compiled(*operands: Value, loop: DivergentLoop, program: ClosedJaxpr) -> list[Any]:
     compiled = remembered(program, "compiled", lambda: jax.jit(_function(program)))
     return compiled(*operands)
 
 
-def _function(program: Any) -> Any:
+def _function(program: ClosedJaxpr) -> Callable[..., list[Value]]:
     # What is returned is remembered under `program` as a weak key, and must not hold it alive.
     jaxpr, consts = program.jaxpr, program.consts
     return lambda *operands: eval_jaxpr(jaxpr, consts, *operands)
 
 
-def _run(*operands: Value, loop: DivergentLoop, program: Any) -> list[Any]:
+def _run(*operands: Value, loop: DivergentLoop, program: ClosedJaxpr) -> list[Any]:
     return inline_jaxpr(program, operands)
 
 
@@ -406,12 +406,12 @@ def _elsewhere(*, loop: DivergentLoop, program: ClosedJaxpr) -> Callable[..., li
     return None if loop.axis.divergence.explicit else loop.masked
 
 
-def _masked(*operands: Value, loop: DivergentLoop, program: Any) -> list[Any]:
+def _masked(*operands: Value, loop: DivergentLoop, program: ClosedJaxpr) -> list[Any]:
     # What moves lanes reads and writes out of bounds on purpose, which is no error of the user.
     return loop.masked(*operands)
 
 
-def _differentiated(*operands: Value, loop: DivergentLoop, program: Any) -> list[Any]:
+def _differentiated(*operands: Value, loop: DivergentLoop, program: ClosedJaxpr) -> list[Any]:
     return loop.differentiated(program, operands)
 
 
@@ -423,7 +423,7 @@ def _jvp(
 
 
 def _batched(
-    axis: Axis, args: Values, axes: Any, /, *, loop: DivergentLoop, program: Any
+    axis: Axis, args: Values, axes: Positions, /, *, loop: DivergentLoop, program: ClosedJaxpr
 ) -> tuple[list[Any], Positions]:
     merged = _merged(axis, loop, args, axes)
     if merged is None:
@@ -432,7 +432,7 @@ def _batched(
             types = tuple(program.in_avals)
             key = (*loop.but_for_body, types, "batched", axis.name, axis.size)
 
-            def stage() -> Any:
+            def stage() -> ClosedJaxpr:
                 with _compat.named_scope(axis.name, axis.size):
                     return _compat.stage(loop.masked, types)
 
@@ -445,7 +445,7 @@ def _batched(
 
 
 def _merged(
-    axis: Axis, loop: DivergentLoop, args: Any, axes: Positions
+    axis: Axis, loop: DivergentLoop, args: Values, axes: Positions
 ) -> tuple[DivergentLoop, list[Any]] | None:
     """The loop of the lanes of both axes; None where it cannot be, or would copy too much."""
     together = isinstance(axis.size, int) and axis.mesh_axis is None and axis.spmd_name is None
@@ -454,7 +454,7 @@ def _merged(
     count = len(loop.positions)
     lanes = axis.size * loop.axis.size
 
-    def flat(x: Value, outer: Position, inner: Position) -> Any:
+    def flat(x: Value, outer: Position, inner: Position) -> Value:
         """All lanes of `x` in a row, inner ones together."""
         if inner is not None:
             inner += outer is not None and outer <= inner

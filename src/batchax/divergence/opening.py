@@ -83,7 +83,7 @@ def _step(
     """The body of the ``while``: takes entries of the xs, does what `program` does, puts the ys."""
     within: Any = {"allow_negative_indices": False}
 
-    def place(step: Value) -> Any:
+    def place(step: Value) -> Value:
         return np.int32(length - 1) - step if reverse else step
 
     def take(step: Value, *xs: Value) -> list[Any]:

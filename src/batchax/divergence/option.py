@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Literal
 
 from batchax.config import config
 from batchax.divergence.compact import Compact
@@ -14,8 +14,10 @@ from batchax.frontend.options import is_word, not_one_of
 from batchax.jaxprs.error_format import show
 from batchax.jaxprs.types import Values
 
+BatchSize = int | Literal["auto"] | None
 
-def parted(option: Any, values: Values, spread: bool = False) -> Runner | None:
+
+def parted(option: object, values: Values, spread: bool = False) -> Runner | None:
     """What the option `divergence` makes of lanes that diverge; None: they are masked.
 
     It runs when a batched function is called, and not before: the default depends on the
@@ -36,7 +38,7 @@ def parted(option: Any, values: Values, spread: bool = False) -> Runner | None:
     return None if not runner.explicit and not spread and runner.leaves(values) else runner
 
 
-def diverging(option: Any, spread: bool = False) -> Pass:
+def diverging(option: object, spread: bool = False) -> Pass:
     """The pass that says so of the axis of a call."""
 
     def change(call: Call) -> Call:
@@ -46,7 +48,7 @@ def diverging(option: Any, spread: bool = False) -> Pass:
     return change
 
 
-def check_divergence(option: Any) -> None:
+def check_divergence(option: object) -> None:
     """Rejects values that the option `divergence` does not take.
 
     Raises:
@@ -57,17 +59,17 @@ def check_divergence(option: Any) -> None:
         raise not_one_of("divergence", option, *_WORDS, other="batchax.Compact(...)")
 
 
-def is_explicit(option: Any) -> bool:
+def is_explicit(option: object) -> bool:
     """Whether the user asks for lanes to run apart, and does not leave it to batchax."""
     return is_word(option, "compact") or isinstance(option, Compact)
 
 
-def resolved(option: Any) -> Any:
+def resolved(option: object) -> object:
     """`option`, with what `batchax.config` says in the place of "auto"."""
     return config.divergence if is_word(option, "auto") else option
 
 
-def lanes_at_a_time(option: Any, batch_size: Any) -> Any:
+def lanes_at_a_time(option: object, batch_size: BatchSize) -> BatchSize:
     """`batch_size`, which is 1 where lanes run sequentially.
 
     Raises:

@@ -12,8 +12,6 @@ steps are masked, as under ``jax.vmap``. It assumes that the steps to come are l
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax import lax
@@ -28,7 +26,7 @@ from batchax.divergence.windows import anyone
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import ClosedJaxpr, Eqn, Params, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Params, Tree, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import remembered, stage_function, while_loop
 from batchax.rules.loops import MaskedBody, predicate
@@ -58,7 +56,7 @@ def masked_until_unequal(
     at = [*positions[:n_test], *[0] * len(carry)]
     tested = lambda carry: predicate(axis, test, [*consts[:n_test], *carry], at)
 
-    def once(state: Any) -> Any:
+    def once(state: Tree) -> Tree:
         active, carry, own, slowest, steps = state
         *carry, spent = masked.step(active, consts[n_test:], [*carry, around])
         spent = lax.select(active, spent, lax.full_like(spent, 0))
@@ -67,7 +65,7 @@ def masked_until_unequal(
         active = lax.bitwise_and(active, tested(carry))
         return active, carry, own, slowest, lax.add(steps, np.int32(1))
 
-    def goes_on(state: Any) -> Any:
+    def goes_on(state: Tree) -> Value:
         active, _, own, slowest, steps = state
         alone = lax.mul(own, np.float32(slowdown / axis.size))
         waits = lax.ge(alone, lax.mul(slowest, np.float32(PROBED_GAIN)))
@@ -118,11 +116,11 @@ def _while(params: Params, operands: Values, spent: Value) -> list[Value]:
     tested, given = operands[:n_test], operands[n_test : n_test + n_body]
     step = np.float32(_price(body) + _price(test))
 
-    def goes_on(state: Any) -> Any:
+    def goes_on(state: Tree) -> Value:
         (more,) = evaluate(test.jaxpr, test.consts, [*tested, *state[:-1]], bind_equation)
         return more
 
-    def once(state: Any) -> list[Value]:
+    def once(state: Tree) -> list[Value]:
         *carry, spent = state
         return _run(body, [*given, *carry], lax.add(spent, step))
 
@@ -133,7 +131,7 @@ def _scan(params: Params, operands: Values, spent: Value) -> list[Value]:
     n_consts, n_carry = _compat.scan_counts(params)
     consts, first = operands[:n_consts], operands[n_consts : n_consts + n_carry]
 
-    def step(carry: Any, parts: Any) -> Any:
+    def step(carry: Values, parts: Values) -> tuple[list[Value], list[Value]]:
         *carry, spent = carry
         *outs, spent = _run(params["jaxpr"], [*consts, *carry, *parts], spent)
         return [*outs[:n_carry], spent], outs[n_carry:]

@@ -33,6 +33,7 @@ from batchax.divergence.nest import Nest
 from batchax.divergence.policy import (
     SHOWN,
     BoundedTail,
+    BranchCost,
     ControlFlow,
     Decision,
     Gathered,
@@ -48,6 +49,7 @@ from batchax.divergence.policy import (
     worth_batching_twice,
 )
 from batchax.execution.bounded_loop import LoopSignature, as_while
+from batchax.jaxprs.types import ClosedJaxpr
 from batchax.kernel import recording
 from batchax.kernel.axis import AnyLoop, Axis, BoundedLoop, Branches, PlacedOutputs, WhileLoop
 from batchax.kernel.named_axes import any_uses_axis, may_be_spread, varying_of
@@ -129,7 +131,12 @@ class Runner(Request):
         return chosen
 
     def plan(
-        self, size: int, test: Any, body: Any, differs: Sequence[bool], bounded: bool = False
+        self,
+        size: int,
+        test: ClosedJaxpr | None,
+        body: ClosedJaxpr,
+        differs: Sequence[bool],
+        bounded: bool = False,
     ) -> LoopDecision:
         """How so many lanes of a loop run; see `Loop`."""
         chosen = self.decide(Loop(size, test, body, tuple(differs), bounded))
@@ -159,7 +166,9 @@ class Runner(Request):
             case Branches():
                 return run_branches(axis, divergent)
 
-    def _why_together(self, programs: Sequence[Any], divergent: Any) -> str:
+    def _why_together(
+        self, programs: Sequence[Any], divergent: WhileLoop | BoundedLoop | Branches
+    ) -> str:
         """Why lanes stay together, whatever it costs; empty if they need not."""
         if self.explicit:
             reject_collectives(programs, _WHERE[type(divergent)])
@@ -239,14 +248,14 @@ class Runner(Request):
             replace(axis, name=None), plan.widths[-1], plan.patience, self.explicit
         )
 
-    def of_branch(self, cost: Any) -> Gathered | Serial | Masked:
+    def of_branch(self, cost: BranchCost) -> Gathered | Serial | Masked:
         """How a branch runs."""
         chosen = self.decide(cost)
         assert isinstance(chosen, Gathered | Serial | Masked)
         return chosen
 
 
-def for_any_machine(option: Any) -> Any:
+def for_any_machine(option: object) -> Any:
     """`option`, with "auto" as what decides alike wherever a job resumes."""
     if not (isinstance(option, str) and option == "auto"):
         return option

@@ -22,7 +22,6 @@ The last two count nanoseconds in place of steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jax import lax
@@ -36,14 +35,14 @@ class SkiRental:
 
     price: float  # how many steps of a lane cost as much as moving it
 
-    def limit(self, lanes: Any) -> Any:
+    def limit(self, lanes: Value) -> Value:
         """How many lane-steps cost as much as moving so many lanes."""
         return lax.mul(np.float32(self.price), _float(lanes))
 
-    def waits(self, wasted: Value, lanes: Any) -> Any:
+    def waits(self, wasted: Value, lanes: Value) -> Value:
         """Whether so many wasted lane-steps cost less than it costs to move so many lanes."""
         return lax.lt(_float(wasted), self.limit(lanes))
 
 
-def _float(x: Value) -> Any:
+def _float(x: Value) -> Value:
     return np.float32(x) if isinstance(x, int) else lax.convert_element_type(x, np.float32)

@@ -25,7 +25,7 @@ from batchax.divergence.varying import alike
 from batchax.divergence.windows import LaneStep, anyone, rows_of, until_all_are_done
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.slices import entry_of, part_of, put_entry, put_part
-from batchax.jaxprs.types import Value, Values
+from batchax.jaxprs.types import Tree, Value, Values
 from batchax.kernel.axis import Position, Positions
 from batchax.kernel.inner import while_loop
 
@@ -37,14 +37,14 @@ def run_in_tiles(
     step: LaneStep,
     consts: Values,
     positions: Positions,
-    active: Any,
+    active: Value,
     carry: list[Value],
 ) -> list[Any]:
     """The last carry of a loop; see `run_in_windows`."""
     tiles = _Tiles(plan, step, positions, active.shape[0], plan.width)
     run = tiles.until_few_are_left if plan.leave_at else tiles.until_all_are_done
 
-    def whole(active: Any, *operands: Value) -> list[Any]:
+    def whole(active: Value, *operands: Value) -> list[Any]:
         return run(operands[: len(positions)], active, operands[len(positions) :])
 
     operands = [active, *consts, *carry]
@@ -64,12 +64,12 @@ class _Tiles:
     width: int  # how many make a tile
 
     def until_all_are_done(
-        self, consts: Sequence[Any], active: Any, carry: Sequence[Any]
+        self, consts: Sequence[Any], active: Value, carry: Sequence[Any]
     ) -> list[Any]:
         """The last carry, of lanes that wait for the others of their tile."""
         fewer = self.size % self.width  # the last tile overlaps the one before it
 
-        def turn(state: Any) -> Any:
+        def turn(state: Tree) -> Tree:
             first, everyone = state
             start = self._within(first)
             own, (active, *rows) = self._slices(consts, everyone, start)
@@ -87,7 +87,7 @@ class _Tiles:
         return last
 
     def until_few_are_left(
-        self, consts: Sequence[Any], active: Any, carry: Sequence[Any]
+        self, consts: Sequence[Any], active: Value, carry: Sequence[Any]
     ) -> list[Any]:
         """As `until_all_are_done`; few lanes may be left when a tile ends, and run again later.
 
@@ -98,7 +98,7 @@ class _Tiles:
         varying = [active, *consts, *carry]
         lanes = lax.iota(np.int32, self.width)
 
-        def turn(state: Any) -> Any:
+        def turn(state: Tree) -> Tree:
             place, left, everyone = state
             again, start = lax.ge(place, size), self._within(place)
             own, (active, *rows) = self._slices(consts, everyone, start)
@@ -111,7 +111,7 @@ class _Tiles:
             enough = lax.select(again, lax.min(left, width), np.int32(0))
             ended_at, index = self._searched(place, enough, everyone[0], varying)
 
-            def gathered(state: Any) -> Any:
+            def gathered(state: Tree) -> Tree:
                 own = [rows_of(x, a, index) for x, a in zip(consts, self.positions, strict=True)]
                 rows = [rows_of(x, 0, index) for x in everyone[1:]]
                 return lax.bitwise_not(state[0]), own, rows
@@ -140,10 +140,12 @@ class _Tiles:
         _, _, (_, *last) = while_loop(goes_on, turn, state)
         return last
 
-    def _searched(self, place: Any, enough: Any, active: Any, varying: Any) -> Any:
+    def _searched(
+        self, place: Value, enough: Value, active: Value, varying: Values
+    ) -> tuple[Value, Value]:
         """Where the search for so many lanes that were left ends, and their indices."""
 
-        def once(state: Any) -> Any:
+        def once(state: Tree) -> Tree:
             place, count, index = state
             lane = lax.rem(place, np.int32(self.size))
             index = put_entry(index, lane, count)
@@ -154,21 +156,23 @@ class _Tiles:
         place, _, index = while_loop(lambda state: lax.lt(state[1], enough), once, start)
         return place, index
 
-    def _steps(self, few: Any, consts: Sequence[Any], begun: Any, state: Any, varying: Any) -> Any:
+    def _steps(
+        self, few: Value, consts: Sequence[Any], begun: Value, state: Tree, varying: Values
+    ) -> Tree:
         """Steps of lanes until few are left, and how many that are.
 
         Those wait until that has cost what it costs to move them.
         """
         width, rule = np.int32(self.width), SkiRental(math.ceil(_SEARCHED * self.plan.patience))
 
-        def once(state: Any) -> Any:
+        def once(state: Tree) -> Tree:
             active, carry, wasted, _ = state
             active, carry, _ = self.step(self.width, consts, active, carry, ())
             count = count_active(active, one_function=True)
             idle = lax.select(lax.gt(count, few), np.int32(0), lax.sub(width, count))
             return active, carry, lax.add(wasted, idle), count
 
-        def goes_on(state: Any) -> Any:
+        def goes_on(state: Tree) -> Value:
             *_, wasted, count = state
             return lax.bitwise_or(lax.gt(count, few), rule.waits(wasted, count))
 
@@ -177,11 +181,11 @@ class _Tiles:
         return active, carry, count
 
     def _each_back(
-        self, everyone: Sequence[Any], count: Any, index: Any, rows: Sequence[Any]
+        self, everyone: Sequence[Any], count: Value, index: Value, rows: Sequence[Any]
     ) -> list[Any]:
         """All lanes with the first `count` of the `rows` at the lanes of `index`."""
 
-        def once(state: Any) -> Any:
+        def once(state: Tree) -> Tree:
             place, everyone = state
             lane, new = entry_of(index, place), [part_of(r, place, 0, 1) for r in rows]
             everyone = [put_part(x, r, lane) for x, r in zip(everyone, new, strict=True)]
@@ -190,17 +194,17 @@ class _Tiles:
         first = alike((np.int32(0), list(everyone)), [index, *everyone, *rows])
         return while_loop(lambda state: lax.lt(state[0], count), once, first)[1]
 
-    def _within(self, first: Any) -> Any:
+    def _within(self, first: Value) -> Value:
         if self.size % self.width:
             return lax.min(first, np.int32(self.size - self.width))
         return first
 
     def _slices(
-        self, consts: Sequence[Any], everyone: Sequence[Any], start: Any
+        self, consts: Sequence[Any], everyone: Sequence[Any], start: Value
     ) -> tuple[list[Any], list[Any]]:
         """What a tile has of constants, and of what all lanes carry."""
 
-        def cut(x: Value, axis: Position) -> Any:
+        def cut(x: Value, axis: Position) -> Value:
             return x if axis is None else part_of(x, start, axis, self.width)
 
         return list(map(cut, consts, self.positions)), [cut(x, 0) for x in everyone]

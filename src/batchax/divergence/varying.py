@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from batchax import _compat
-from batchax.jaxprs.types import ClosedJaxpr
+from batchax.jaxprs.types import ClosedJaxpr, Tree, Values
 from batchax.kernel.axis import Axis, WhileLoop
 from batchax.kernel.inner import batch_inner, returning
 from batchax.kernel.named_axes import Varying, varying_of
@@ -30,7 +30,7 @@ def with_varying_values(loop: WhileLoop) -> WhileLoop:
     def varying(program: ClosedJaxpr) -> ClosedJaxpr:
         return _of_values(program, (over,) * len(program.in_avals))
 
-    def cast(values: Any) -> list[Any]:
+    def cast(values: Values) -> list[Any]:
         return [_compat.varying_over(x, over) for x in values]
 
     return replace(
@@ -51,7 +51,7 @@ def _of_values(program: ClosedJaxpr, varying: Varying) -> ClosedJaxpr:
     return returning(program, (varying[0],) * len(program.out_avals))
 
 
-def alike(state: Any, like: Sequence[Any]) -> Any:
+def alike(state: Tree, like: Sequence[Any]) -> Tree:
     """A first carry whose values, inside ``shard_map``, vary over all that `like` varies over.
 
     The types of a carry must be the same before and after a step.

@@ -30,7 +30,7 @@ from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
 from batchax.execution.gathered_lanes import count_active, put, taken_at
 from batchax.execution.slices import entry_of, part_of, put_entry
-from batchax.jaxprs.types import Value, Values
+from batchax.jaxprs.types import Tree, Value, Values
 from batchax.kernel.axis import Position, Positions
 from batchax.kernel.inner import staged_once, while_loop
 
@@ -64,41 +64,41 @@ class Blocks:
         """The place after the last one."""
         return np.int32(self.mask.shape[0])
 
-    def at(self, place: Value) -> Any:
+    def at(self, place: Value) -> Value:
         """The block that begins there."""
         return part_of(self.mask, place, 0, self.lanes)
 
 
-def anyone(active: Value) -> Any:
+def anyone(active: Value) -> Value:
     """Whether any lane is active."""
     return staged_once("anyone", lambda active: [_anyone(active)], active)[0]
 
 
-def _anyone(active: Value) -> Any:
+def _anyone(active: Value) -> Value:
     blocks = Blocks.of(active)
     if blocks is None:
         return lax.reduce_or(active, (0,))
 
-    def once(state: Any) -> Any:
+    def once(state: Tree) -> Tree:
         place, _ = state
         block = blocks.at(place)
         return lax.add(place, blocks.step), lax.reduce_or(block, (0,))
 
-    def goes_on(state: Any) -> Any:
+    def goes_on(state: Tree) -> Value:
         place, hit = state
         return lax.bitwise_and(lax.lt(place, blocks.end), lax.bitwise_not(hit))
 
     return while_loop(goes_on, once, alike((np.int32(0), np.False_), [active]))[1]
 
 
-def rows_of(x: Value, position: Position, lanes: Value) -> Any:
+def rows_of(x: Value, position: Position, lanes: Value) -> Value:
     """What these lanes have of an array of all lanes; `lanes` may repeat some."""
     if position is None:
         return x
     return taken_at(x, lanes, position)
 
 
-def with_rows(x: Value, rows: Value, target: Value) -> Any:
+def with_rows(x: Value, rows: Value, target: Value) -> Value:
     """`x` with `rows` for the lanes `target`; those that are out of bounds are dropped."""
     return put(x, rows, target, 0)
 
@@ -117,7 +117,7 @@ class Together:
     # how many steps are taken at least before lanes are counted; 1: they are after each
     pause: int = 1
 
-    def run(self, begins: Any, once: Callable[[Any], Any], state: Any) -> tuple[Any, Any]:
+    def run(self, begins: Value, once: Callable[[Any], Any], state: Tree) -> tuple[Any, Any]:
         """The state after some steps, and whether any lane is left.
 
         Args:
@@ -126,7 +126,7 @@ class Together:
           state: begins with which lanes are active.
         """
 
-        def step(whole: Any) -> Any:
+        def step(whole: Tree) -> Tree:
             state, taken, count_after, *_ = whole
             state = once(state)
             return state, *staged_once(self, self._judged, state[0], taken, count_after)
@@ -136,7 +136,7 @@ class Together:
         state, _, _, left, _ = while_loop(lambda whole: whole[-1], step, whole)
         return state, left
 
-    def _judged(self, active: Any, taken: Any, count_after: Any) -> tuple[Any, ...]:
+    def _judged(self, active: Value, taken: Value, count_after: Value) -> tuple[Any, ...]:
         """The steps taken, when lanes are counted, whether any are left, whether all go on.
 
         Args:
@@ -149,7 +149,7 @@ class Together:
             return self._of_count(np.True_, np.True_, count_active(active), taken, count_after)
 
         # All is in the loop: operations outside would be compiled as separate functions.
-        def once(state: Any) -> Any:
+        def once(state: Tree) -> Tree:
             place, count, taken, count_after, *_ = state
             new = lax.convert_element_type(blocks.at(place), np.int32)
             count = lax.add(count, lax.reduce_sum(new, (0,)))
@@ -157,7 +157,7 @@ class Together:
             last = lax.ge(place, blocks.end)
             return place, count, *self._of_count(first, last, count, taken, count_after)
 
-        def goes_on(state: Any) -> Any:
+        def goes_on(state: Tree) -> Value:
             place, count, taken, count_after, *_ = state
             more = lax.bitwise_or(lax.eq(count, np.int32(0)), lax.ge(taken, count_after))
             return lax.bitwise_and(lax.lt(place, blocks.end), more)
@@ -165,7 +165,9 @@ class Together:
         start = np.int32(0), np.int32(0), taken, count_after, np.False_, np.False_
         return while_loop(goes_on, once, alike(start, [active]))[2:]
 
-    def _of_count(self, first: Any, last: Any, count: Any, taken: Any, count_after: Any) -> tuple:
+    def _of_count(
+        self, first: Value, last: Value, count: Value, taken: Value, count_after: Value
+    ) -> tuple:
         """As `_judged`, from the count of some lanes, which may be the first, and the last."""
         taken = lax.add(taken, lax.convert_element_type(first, np.int32))
         some, many = lax.gt(count, np.int32(0)), lax.gt(count, np.int32(self.left))
@@ -175,11 +177,11 @@ class Together:
         pause = lax.select(lax.bitwise_and(counts, last), self._pause(taken), np.int32(0))
         return taken, lax.add(count_after, pause), some, goes_on
 
-    def _pause(self, taken: Value) -> Any:
+    def _pause(self, taken: Value) -> Value:
         least = np.int32(self.pause)
         return least if least == 1 else lax.max(least, lax.div(taken, np.int32(_MORE)))
 
-    def _bears(self, count: Value, taken: Value) -> Any:
+    def _bears(self, count: Value, taken: Value) -> Value:
         """Whether what was lost by waiting costs less than to move those that are left.
 
         Who is done has waited for half of the steps, on average, if they were done one by one.
@@ -252,7 +254,7 @@ def _one_by_one(queue: Queue, window: InWindow) -> InWindow:
     """As `refill`: on a CPU that is one function to compile, and takes less time."""
     size, width = np.int32(queue.active.shape[0]), np.int32(window.index.shape[0])
 
-    def once(state: Any) -> Any:
+    def once(state: Tree) -> Tree:
         place, (index, active, first, _, any_active) = state
         # What is read and written in one step would be copied in each.
         stays = entry_of(window.active, place)
@@ -294,7 +296,7 @@ def _at_once(queue: Queue, window: InWindow) -> InWindow:
     return InWindow(index, active, first, waiting, lax.reduce_or(active, (0,)))
 
 
-def _rank(chosen: Any) -> Any:
+def _rank(chosen: Value) -> Value:
     """How many are chosen before each."""
     ones = lax.convert_element_type(chosen, np.int32)
     return lax.cumsum(ones) - ones
@@ -313,7 +315,7 @@ def run_in_windows(
     step: LaneStep,
     consts: Values,
     positions: Positions,
-    active: Any,
+    active: Value,
     carry: list[Value],
 ) -> tuple[list[Any], list[Tally]]:
     """Runs a loop.
@@ -372,7 +374,9 @@ def run_in_windows(
     return carry, tallies
 
 
-def until_few_are_left(plan: FewAlone, step: LaneStep, consts: Any, active: Any, carry: Any) -> Any:
+def until_few_are_left(
+    plan: FewAlone, step: LaneStep, consts: Values, active: Value, carry: Values
+) -> Tree:
     """What all lanes carry, masked, when no more than a few of them are active."""
     once = lambda state: step(active.shape[0], consts, *state)
     state = alike((active, carry, ()), [active, *carry, *consts])
@@ -381,10 +385,10 @@ def until_few_are_left(plan: FewAlone, step: LaneStep, consts: Any, active: Any,
     return carry
 
 
-def until_all_are_done(step: LaneStep, width: int, consts: Values, state: Any) -> Any:
+def until_all_are_done(step: LaneStep, width: int, consts: Values, state: Tree) -> Tree:
     """Steps of `width` lanes, while any of them is active."""
 
-    def once(state: Any) -> Any:
+    def once(state: Tree) -> Tree:
         active, carry, tally = state
         return step(width, consts, active, carry, tally)
 
@@ -394,14 +398,14 @@ def until_all_are_done(step: LaneStep, width: int, consts: Values, state: Any) -
 def _steps(
     step: LaneStep,
     consts: Values,
-    begins: Any,
+    begins: Value,
     goes_on: _GoesOn,
     waiting: Value,
-    state: Any,
-) -> Any:
+    state: Tree,
+) -> Tree:
     """Steps of the lanes of a window: one if they `begin`, and more while they `go on`."""
 
-    def once(state: Any) -> Any:
+    def once(state: Tree) -> Tree:
         active, carry, tally, wasted, _ = state
         active, carry, tally = step(goes_on.width, consts, active, carry, tally)
         return active, carry, tally, *goes_on.judged(active, waiting, wasted)
@@ -428,14 +432,14 @@ class _GoesOn:
         """
         return staged_once(self, self._judged, waiting, active, wasted)
 
-    def _judged(self, waiting: Any, active: Any, wasted: Any) -> tuple[Any, Any]:
+    def _judged(self, waiting: Value, active: Value, wasted: Value) -> tuple[Any, Any]:
         blocks = Blocks.of(active)
         if blocks is None:
             count = count_active(active)
             wasted = self._wasted(wasted, self.width, count)
             return wasted, self._of_count(waiting, count, wasted)
 
-        def once(state: Any) -> Any:
+        def once(state: Tree) -> Tree:
             place, count, wasted, _ = state
             new = lax.convert_element_type(blocks.at(place), np.int32)
             new = lax.reduce_sum(new, (0,))
@@ -446,13 +450,13 @@ class _GoesOn:
         start = alike((np.int32(0), np.int32(0), wasted, np.True_), [active])
         return while_loop(lambda state: lax.lt(state[0], blocks.end), once, start)[2:]
 
-    def _wasted(self, wasted: Value, lanes: int, active: Value) -> Any:
+    def _wasted(self, wasted: Value, lanes: int, active: Value) -> Value:
         """The lane-steps wasted after one more of so many lanes, some of which are active."""
         return lax.add(
             wasted, lax.convert_element_type(lax.sub(np.int32(lanes), active), np.float32)
         )
 
-    def _of_count(self, waiting: Any, count: Any, wasted: Any) -> Any:
+    def _of_count(self, waiting: Value, count: Value, wasted: Value) -> Value:
         plan, some = self.plan, lax.gt(count, np.int32(0))
         many = some if self.left == 0 else lax.gt(count, np.int32(self.left))
         rule = _waiting(plan)
@@ -486,7 +490,7 @@ class _Window:
         self.consts, self.positions = consts, positions
 
     def run(
-        self, queue: Queue, waiting: Any, everyone: list[Any], varying: Any
+        self, queue: Queue, waiting: Value, everyone: list[Any], varying: Values
     ) -> tuple[list[Any], InWindow, Tally]:
         """The carries of all lanes, who is left in the window, and the count of lane-steps.
 
@@ -494,7 +498,7 @@ class _Window:
         """
         goes_on = _GoesOn(self.plan, self.width, self.narrower)
 
-        def steps(lanes: InWindow, consts: Sequence[Any], state: Any) -> Any:
+        def steps(lanes: InWindow, consts: Sequence[Any], state: Tree) -> Tree:
             return _steps(self.step, consts, lanes.any_active, goes_on, lanes.waiting, state)
 
         turn = functools.partial(self._turn, queue, steps)
@@ -506,16 +510,16 @@ class _Window:
     ) -> tuple[list[Any], InWindow, Tally]:
         """As `run`, where the window has a place for each lane."""
 
-        def steps(_: InWindow, consts: Sequence[Any], state: Any) -> Any:
+        def steps(_: InWindow, consts: Sequence[Any], state: Tree) -> Tree:
             return until_all_are_done(self.step, self.width, consts, state)
 
         return self._turn(queue, steps, alike(self._empty(everyone, np.True_), varying))
 
-    def _empty(self, everyone: list[Any], waiting: Any) -> tuple[list[Any], InWindow, Tally]:
+    def _empty(self, everyone: list[Any], waiting: Value) -> tuple[list[Any], InWindow, Tally]:
         empty = InWindow.empty(everyone[0].shape[0], self.width)
         return everyone, empty._replace(waiting=waiting), _blank(self.plan)
 
-    def _turn(self, queue: Queue, steps: Callable[..., Any], state: Any) -> Any:
+    def _turn(self, queue: Queue, steps: Callable[..., Any], state: Tree) -> Tree:
         """Has those who wait take the places of lanes that are done, and runs `steps` of them."""
         everyone, lanes, tally = state
         lanes = refill(queue, lanes)
@@ -542,7 +546,7 @@ def _blank(plan: Window) -> Tally:
     return (np.uint32(0),) * 3 if plan.counts else ()
 
 
-def counted(tally: Tally, count: Any) -> Tally:
+def counted(tally: Tally, count: Value) -> Tally:
     """A tally of one more iteration, in which so many lanes are active."""
     if not tally:
         return tally
