@@ -24,7 +24,7 @@ from batchax.frontend.outputs import (
     settle,
 )
 from batchax.jaxprs.error_format import show
-from batchax.jaxprs.types import ClosedJaxpr, Values
+from batchax.jaxprs.types import ClosedJaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import stage_function
 
@@ -44,7 +44,7 @@ def bounded_while(
 def bounded_while(
     cond_fun: Callable[[Carry], Any],
     body_fun: Callable[[Carry], Carry],
-    init_val: Any,
+    init_val: Tree,
     max_steps: int,
     *,
     progress: bool | Callable[[int, int], Any] = False,
@@ -53,11 +53,11 @@ def bounded_while(
 def bounded_while(
     cond_fun: Callable[[Any], Any],
     body_fun: Callable[[Any], Any],
-    init_val: Any,
+    init_val: Tree,
     max_steps: int,
     *,
     progress: bool | Callable[[int, int], Any] = False,
-) -> Any:
+) -> Tree:
     """Runs a ``lax.while_loop`` of at most `max_steps` steps, with reverse-mode derivatives.
 
     Example:
@@ -117,10 +117,10 @@ def bounded_while(
     keys = carry_keys(init_val)
     axis = Axis(max_steps)
 
-    def test(*values: Any) -> list[Any]:
+    def test(*values: Value) -> list[Any]:
         return [check_predicate(cond_fun, cond_fun(jax.tree.unflatten(structure, values)))]
 
-    def step(*values: Any) -> list[Any]:
+    def step(*values: Value) -> list[Any]:
         old = jax.tree.unflatten(structure, values)
         new = body_fun(old)
         check_structure(body_fun, old, new)
@@ -135,6 +135,7 @@ def bounded_while(
 
     with _compat.name_stack_extended("bounded_while"), carry_in_errors():
         tested, staged, _, carry = settle(stage, carry)
+        assert tested is not None
         check_types(body_fun, keys, carry, staged.out_avals)
         outs = run_until(tested, staged, carry, [], (), (), Steps(int(max_steps), callback))
     return jax.tree.unflatten(structure, outs)

@@ -26,7 +26,7 @@ from batchax.frontend.options import (
 )
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.error_format import name_of
-from batchax.jaxprs.types import AxesTree, Tree, Value
+from batchax.jaxprs.types import AxesTree, Tree, Value, Values
 from batchax.kernel.inner import NEEDS_VALUES
 from batchax.kernel.own_primitive import with_values
 from batchax.rows.ragged import Ragged
@@ -136,7 +136,7 @@ def check(
 
     @wraps(fun)
     @_compat.api_boundary
-    def checked(*args: Any, **kwargs: Any) -> Checked:
+    def checked(*args: Tree, **kwargs: Tree) -> Checked:
         comparison = _Comparison(fun, in_axes, dict(options), args, kwargs, lanes, tolerance)
         comparison.values()
         compared = comparison.derivatives() if derivatives else ()
@@ -169,7 +169,7 @@ class _Comparison:
             for key, x in (part[0] if part else [("", leaf.value)])
         ]
 
-        def joined(values: Sequence[Any]) -> Any:
+        def joined(values: Sequence[Any]) -> Tree:
             rest = iter(values)
             each = (
                 part[1].unflatten([next(rest) for _ in part[0]]) if part else next(rest)
@@ -201,7 +201,7 @@ class _Comparison:
         ]
         self._traced = sorted({*self._mapped, *self._smooth})
 
-    def _called(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    def _called(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> Tree:
         args, kwargs = self._rebuild(leaves)
         return without_objects(fun(*args, **kwargs))
 
@@ -269,14 +269,16 @@ class _Comparison:
                 compare(lane)
         return tuple(self._paths[i] for i in self._smooth)
 
-    def _vjp(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    def _vjp(
+        self, fun: Callable[..., Any], leaves: Sequence[Any]
+    ) -> tuple[list[Value], Callable[[Values], tuple[Value, ...]]]:
         def of_points(*points: Value) -> list[Any]:
             outs = self._called(fun, with_values(leaves, self._smooth, points))
             return [_array(y) for y in _inexact(outs)]
 
         return jax.vjp(of_points, *(leaves[i] for i in self._smooth))
 
-    def _alone(self, lanes: Sequence[int], leaf: int, cotangents: Any) -> None:
+    def _alone(self, lanes: Sequence[int], leaf: int, cotangents: Value) -> None:
         """Raises an error if another lane has a cotangent."""
         size = np.abs(np.asarray(cotangents)).reshape(len(cotangents), -1).max(1, initial=0)
         size[list(lanes)] = 0
@@ -320,7 +322,7 @@ def _compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles a function, unless it needs values: those to branch on, or of sizes."""
     compiled = jax.jit(fun)
 
-    def run(*args: Any) -> Any:
+    def run(*args: Tree) -> Tree:
         try:
             return compiled(*args)
         except (*NEEDS_VALUES, UnsupportedError):
@@ -345,16 +347,16 @@ def _by_lane(tree: Tree) -> Callable[[int], Any]:
     return lambda lane: structure.unflatten([x[lane] for x in leaves])
 
 
-def _array(x: Value) -> Any:
+def _array(x: Value) -> Value:
     return x.data if _is_rows(x) else x
 
 
-def _inexact(outs: Any) -> list[Any]:
+def _inexact(outs: Tree) -> list[Any]:
     leaves = jax.tree.leaves(outs, is_leaf=_is_rows)
     return [x for x in leaves if is_inexact(jnp.asarray(_array(x)))]
 
 
-def _place(y: Value, of: Value, lanes: Sequence[int], parts: Sequence[Any]) -> Any:
+def _place(y: Value, of: Value, lanes: Sequence[int], parts: Sequence[Any]) -> Value:
     """Makes an array for all lanes like `y`, of zeros except for the parts of some lanes."""
     if not _is_rows(of):
         return jnp.zeros_like(y).at[np.array(lanes)].set(jnp.stack(parts))
@@ -366,7 +368,7 @@ def _place(y: Value, of: Value, lanes: Sequence[int], parts: Sequence[Any]) -> A
     )
 
 
-def _elements(rows: Ragged, row: Any) -> Any:
+def _elements(rows: Ragged, row: Value) -> Value:
     """Returns the elements of a row as `data` has them, along one axis."""
     first, several = rows.element_axis, len(rows.axes)
     row = jnp.moveaxis(row, rows.axes, range(first, first + several))

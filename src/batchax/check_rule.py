@@ -16,7 +16,7 @@ from batchax.comparing import difference_of_trees, directions, scales_nearby
 from batchax.errors import ArgumentTypeError, RuleMismatchError
 from batchax.frontend.options import check_callable, check_tolerances
 from batchax.jaxprs.error_format import name_of
-from batchax.jaxprs.types import Value, Values
+from batchax.jaxprs.types import Tree, Value, Values
 from batchax.kernel.axis import move_axis
 from batchax.kernel.own_primitive import with_values
 from batchax.rules.masking import is_inexact
@@ -29,7 +29,7 @@ _MOST_SUBSETS = 32  # that are tried: each compiles separate programs
 @_compat.api_boundary
 def check_rule(
     fun: Callable[..., Any],
-    *example_args: Any,
+    *example_args: Tree,
     others: Sequence[Sequence[Any]] = (),
     derivatives: bool = True,
     rtol: float | None = None,
@@ -154,7 +154,7 @@ class _Case:
         ]
         self.smooth = [k for k, x in enumerate(self.values) if is_inexact(x)]
 
-        def one_example(*xs: Any) -> dict[str, Any]:
+        def one_example(*xs: Value) -> dict[str, Any]:
             leaves = with_values(examples.leaves, arrays, xs)
             return {"out": fun(*jax.tree.unflatten(examples.structure, leaves))}
 
@@ -168,7 +168,7 @@ class _Case:
         outer = tuple(None if a is None else 0 for a in self.axes)
         of_batches = transformation(self.over(transformation), outer)
 
-        def run(*xs: Any) -> Any:
+        def run(*xs: Value) -> Tree:
             pairs = [
                 # The second batch has the lanes in another order: a rule that mixes up both axes is
                 # found.
@@ -189,7 +189,7 @@ class _Case:
 def _loop_over(fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[..., Any]:
     """Does what ``vmap(fun, axes)`` is to compute, as a Python loop."""
 
-    def run(*xs: Any) -> Any:
+    def run(*xs: Value) -> Tree:
         pairs = list(zip(xs, axes, strict=True))
         size = next(x.shape[a] for x, a in pairs if a is not None)
         outs = []
@@ -212,7 +212,7 @@ def _of_smooth(fun: Callable[..., Any], case: _Case, xs: Values) -> Callable[...
 
 
 def _jvp(fun: Callable[..., Any], case: _Case) -> Callable[..., Any]:
-    def run(*xs: Any) -> dict[str, Any]:
+    def run(*xs: Value) -> dict[str, Any]:
         points = [xs[k] for k in case.smooth]
         outs, dots = jax.jvp(_of_smooth(fun, case, xs), points, directions(points, 1))
         return {"out": outs, "tangent of out": dots}
@@ -221,7 +221,7 @@ def _jvp(fun: Callable[..., Any], case: _Case) -> Callable[..., Any]:
 
 
 def _vjp(fun: Callable[..., Any], case: _Case) -> Callable[..., Any]:
-    def run(*xs: Any) -> dict[str, Any]:
+    def run(*xs: Value) -> dict[str, Any]:
         outs, pull = jax.vjp(_of_smooth(fun, case, xs), *(xs[k] for k in case.smooth))
         names = (f"cotangent of {case.paths[k]}" for k in case.smooth)
         return dict(zip(names, pull(directions(outs, 2)), strict=True))
@@ -230,8 +230,8 @@ def _vjp(fun: Callable[..., Any], case: _Case) -> Callable[..., Any]:
 
 
 def _jvp_of_vjp(fun: Callable[..., Any], case: _Case) -> Callable[..., Any]:
-    def run(*xs: Any) -> dict[str, Any]:
-        def pull(*points: Any) -> dict[str, Any]:
+    def run(*xs: Value) -> dict[str, Any]:
+        def pull(*points: Value) -> dict[str, Any]:
             return _vjp(fun, case)(*with_values(xs, case.smooth, points))
 
         points = [xs[k] for k in case.smooth]
@@ -282,7 +282,7 @@ class _Comparison:
             raise RuleMismatchError(where + problem)
 
 
-def _varied(x: Value, lane: int) -> Any:
+def _varied(x: Value, lane: int) -> Value:
     """Makes an argument for another lane; one that is no array is the same."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         return x
@@ -303,5 +303,5 @@ def _is_plain(x: Value) -> bool:
     return not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _path(keys: Any) -> str:
+def _path(keys: jax.tree_util.KeyPath) -> str:
     return f"args{jax.tree_util.keystr(keys)}"

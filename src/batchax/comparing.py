@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ _ROUNDINGS = 1000  # by which results may differ: the order of sums is not the s
 
 
 def difference(
-    got: Any, expected: Any, rtol: float | None, atol: float | None, scale: float = 0.0
+    got: Value, expected: Value, rtol: float | None, atol: float | None, scale: float = 0.0
 ) -> str:
     """In words, the largest difference of two arrays of one shape and dtype; "" if there is none.
 
@@ -91,7 +91,7 @@ def scales_nearby(fun: Callable[..., Any], xs: Sequence[Any]) -> list[float]:
     `softmax` of equal rows is 0 to second order. So arguments change by up to half of themselves.
     """
 
-    def changed(k: int, x: Value) -> Any:
+    def changed(k: int, x: Value) -> Value:
         if not is_inexact(x):
             return x
         change = 1 + np.random.default_rng(k).uniform(-0.5, 0.5, x.shape)
@@ -108,10 +108,10 @@ def _largest(x: Value) -> float:
     return float(sizes[np.isfinite(sizes)].max(initial=0.0))
 
 
-def directions(xs: Any, seed: int) -> list[Any]:
+def directions(xs: Iterable[Value], seed: int) -> list[Any]:
     """For each array random numbers of its shape and dtype: tangents, or cotangents."""
 
-    def one(x: Value) -> Any:
+    def one(x: Value) -> Value:
         values = np.random.default_rng(seed).normal(size=np.shape(x))
         return jnp.asarray(values).astype(jnp.result_type(x))
 

@@ -10,7 +10,7 @@ from batchax import _compat
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import argument_names, check_in_axes
 from batchax.frontend.options import check_callable, wraps
-from batchax.jaxprs.types import AxesTree
+from batchax.jaxprs.types import AxesTree, Tree
 from batchax.nonfinite.find import NonFinite, check_fits, find, find_whole
 from batchax.vmap import Options, find_vmap
 
@@ -63,7 +63,7 @@ def find_nonfinite(
 
     @wraps(fun)
     @_compat.api_boundary
-    def of_batch(*args: Any, **kwargs: Any) -> NonFinite:
+    def of_batch(*args: Tree, **kwargs: Tree) -> NonFinite:
         if inside is None:
             call = fun, in_axes, dict(options), args, kwargs
             try:

@@ -21,7 +21,7 @@ _BLOCK = 64 * 2**20  # bytes that all processes together send at a time
 
 
 @_compat.api_boundary
-def gather(tree: Tree, to: Literal["all"] | int = "all") -> Any:
+def gather(tree: Tree, to: Literal["all"] | int = "all") -> Tree:
     """Copies arrays to the host, also those that are sharded over several processes.
 
     Example:
@@ -70,7 +70,7 @@ def _is_here(x: jax.Array) -> bool:
     return x.is_fully_addressable or x.is_fully_replicated
 
 
-def _gathered(x: jax.Array, keep: bool) -> Any:
+def _gathered(x: jax.Array, keep: bool) -> np.ndarray | jax.Array | None:
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         data = _gathered(jax.random.key_data(x), keep)
         return (

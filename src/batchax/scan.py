@@ -47,7 +47,7 @@ from batchax.frontend.outputs import (
 )
 from batchax.jaxprs.error_format import brief, listed, name_of, show
 from batchax.jaxprs.evaluate import bind_equation, evaluate, variables_in, variables_read
-from batchax.jaxprs.types import AxesTree, ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import AxesTree, ClosedJaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import example_aval, stage_described, stage_function
 from batchax.kernel.registry import describe_returned
@@ -137,7 +137,7 @@ def scan(
 
     @wraps(fun)
     @_compat.api_boundary
-    def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def scanned(init: Tree, /, *args: Tree, **kwargs: Tree) -> tuple[Any, Any]:
         flat = flatten_arguments(_after_carry(fun, init), in_axes, args, kwargs, STEPS)
         _check_arrays(flat.mapped)
         steps = find_axis_size(flat.mapped, length, STEPS)
@@ -227,14 +227,14 @@ def _check_arrays(mapped: Sequence[Mapped]) -> None:
             )
 
 
-def _after_carry(fun: Callable[..., Any], init: Any) -> Callable[..., Any]:
+def _after_carry(fun: Callable[..., Any], init: Tree) -> Callable[..., Any]:
     """`fun` as a function of what `in_axes` covers."""
     rest = functools.partial(fun, init)
     rest.__name__ = getattr(fun, "__name__", "the function")  # pyright: ignore
     return rest
 
 
-def _pair(fun: Callable[..., Any], out: Any) -> tuple[Any, Any]:
+def _pair(fun: Callable[..., Any], out: object) -> tuple[Any, Any]:
     if isinstance(out, (tuple, list)) and len(out) == 2:
         return out[0], out[1]
     raise ArgumentTypeError(
@@ -296,7 +296,7 @@ def _parted(
     return _compat.without_dead(rest), places, dict(zip(alone, map(as_array, once), strict=True))
 
 
-def _check_unroll(unroll: Any) -> None:
+def _check_unroll(unroll: object) -> None:
     if not isinstance(unroll, bool) and not (is_position(unroll) and unroll >= 0):
         raise ArgumentTypeError(
             f"unroll must be a bool or a non-negative int, got {brief(unroll)}."
@@ -310,7 +310,7 @@ def _written_out(unroll: int | bool, steps: Any) -> int:
     return unroll or (max(steps, 1) if isinstance(steps, int) else 0)
 
 
-def _check_until(until: Any, unroll: Any) -> None:
+def _check_until(until: object, unroll: object) -> None:
     if until is None:
         return
     if not callable(until):

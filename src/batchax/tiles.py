@@ -78,7 +78,7 @@ class Tiles(AxisSpec):
                 "Leave the count out, batchax.tiles(axis=...), to join whatever there is."
             )
 
-        def join(outs: Values) -> Any:
+        def join(outs: Values) -> Value:
             (x,) = outs
             if isinstance(x, Ragged):
                 return x.data
@@ -190,7 +190,7 @@ def _check_shards(x: Value, axis: int, count: int, path: str) -> None:
         )
 
 
-def _reshaped(x: Value, axis: int, old: int, new: Sequence[int]) -> Any:
+def _reshaped(x: Value, axis: int, old: int, new: Sequence[int]) -> jax.Array:
     """`x` with `old` axes from `axis` on replaced by axes of the sizes `new`.
 
     Where types say how an array is sharded, the first of the new axes is as the first old one was.

@@ -8,7 +8,7 @@ derivatives of one. The same holds for the batched sweep.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ from batchax.execution.bounded_loop import (
 from batchax.execution.eager import jitted, whatever_jit
 from batchax.execution.steps import entry_axis, steps_axes, whole_axis
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.types import Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     AnyLoop,
@@ -67,13 +67,13 @@ Step = Callable[[Any, Values, Values, Values], tuple[Values, Values]]
 
 def batch_loop(
     axis: Axis,
-    args: Any,
+    args: Values,
     axes: Positions,
     /,
     *,
-    test: Any,
-    body: Any,
-    guarded: Any,
+    test: ClosedJaxpr | None,
+    body: ClosedJaxpr,
+    guarded: ClosedJaxpr,
     form: LoopSignature,
 ) -> PlacedOutputs:
     params = {"test": test, "body": body, "guarded": guarded, "form": form}
@@ -85,13 +85,13 @@ def batch_loop(
 
 def batch_sweep(
     axis: Axis,
-    args: Any,
+    args: Values,
     axes: Positions,
     /,
     *,
-    forward: Any,
-    back: Any,
-    guarded: Any,
+    forward: ClosedJaxpr,
+    back: ClosedJaxpr,
+    guarded: Sequence[ClosedJaxpr],
     form: SweepSignature,
 ) -> PlacedOutputs:
     params = {"forward": forward, "back": back, "guarded": guarded, "form": form}
@@ -214,7 +214,7 @@ def run_while(axis: Axis, loop: BoundedLoop, goes_on: Callable[[Any, Any], Any])
     n = 1 + form.n_test
     test_at, lanes = form.split(loop.axes).test, of_lanes(axis, loop)
 
-    def active_lanes(consts: Values, carry: Values, active: Value | None = None) -> Any:
+    def active_lanes(consts: Values, carry: Values, active: Value | None = None) -> Value:
         operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
         # The first test has no mask: all lanes are active.
         if active is None:
@@ -330,7 +330,7 @@ def _masked(
     carried = [*at.returning, *at.carry] if i else at.carry
     positions = [*at.consts, *[0] * len(carried), *map(entry_axis, at.xs, loop.form.x_axes)]
 
-    def plan(program: Any, differentiated: bool) -> MaskPlan:
+    def plan(program: ClosedJaxpr, differentiated: bool) -> MaskPlan:
         calls = is_seen(program)
         jaxpr = (with_active(axis, program) if calls else program).jaxpr
         # Derivatives of masked lanes must be finite too: NaN times a zero cotangent is NaN. So all
@@ -351,7 +351,7 @@ def _masked(
 
 def _masked_step(
     axis: Axis,
-    program: Any,
+    program: ClosedJaxpr,
     positions: Positions,
     plan: MaskPlan,
     counts: Callable[[], AbstractContextManager[None]],
@@ -365,7 +365,7 @@ def _masked_step(
     def run(operands: Values, positions: Positions) -> PlacedOutputs:
         return interpret(axis, program.jaxpr, program.consts, operands, positions)
 
-    def step(active: Any, consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+    def step(active: Value, consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
         operands = [*[active] * calls, *consts, *carry, *x]
         with counts():
             outs, at = run_masked(active, run, operands, positions, plan, ())
@@ -425,7 +425,12 @@ def _placed(axis: Axis, loop: BoundedLoop, targets: Operands) -> list[Any]:
 
 
 def _settled(
-    axis: Axis, body: Any, guarded: Any, consts_at: Any, carry_at: Any, entries_at: Any
+    axis: Axis,
+    body: ClosedJaxpr,
+    guarded: ClosedJaxpr,
+    consts_at: Positions,
+    carry_at: Positions,
+    entries_at: Positions,
 ) -> tuple[list[Position], list[Position], Any, Any]:
     """Settles the batch axes of carry and ys, and returns both programs batched so."""
     program, settled, ys_at = settle(axis, body, consts_at, carry_at, entries_at)

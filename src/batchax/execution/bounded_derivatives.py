@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -44,7 +44,13 @@ from batchax.rules.masking import hazards, is_inexact
 
 
 def loop_jvp(
-    primals: Values, tangents: Values, *, test: Any, body: Any, guarded: Any, form: LoopSignature
+    primals: Values,
+    tangents: Values,
+    *,
+    test: ClosedJaxpr | None,
+    body: ClosedJaxpr,
+    guarded: ClosedJaxpr,
+    form: LoopSignature,
 ) -> tuple[list[Any], list[Any]]:
     given, moved = form.split(primals), form.split(tangents)
     dots = moved.consts, moved.carry, moved.xs
@@ -159,7 +165,7 @@ class _Derivative:
         steps, consts, carry, checkpoints, xs = self._split(residuals)
         ct_carry, ct_ys = parts(cotangents, n)
 
-        def forward(program: Any) -> LoopStep:
+        def forward(program: ClosedJaxpr) -> LoopStep:
             # Forward steps of the sweep compute the carry only, and drop the ys.
             def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
                 return flat(program)(*consts, *carry, *x[: len(xs)])[: form.n_carry], []
@@ -234,7 +240,10 @@ class _Derivative:
 
 
 def _derivative(
-    body: ClosedJaxpr, guarded: ClosedJaxpr, form: LoopSignature, which: Any
+    body: ClosedJaxpr,
+    guarded: ClosedJaxpr,
+    form: LoopSignature,
+    which: tuple[list[int], list[int], list[int], list[int]],
 ) -> _Derivative:
     derivative = _Derivative(body, guarded, guarded, form, *which)
     at = derivative.inputs, derivative.outputs
@@ -245,7 +254,9 @@ def _derivative(
     )
 
 
-def _by_forward_rules(program: Any, inputs: Sequence[int], outputs: Sequence[int]) -> Any:
+def _by_forward_rules(
+    program: ClosedJaxpr, inputs: Sequence[int], outputs: Sequence[int]
+) -> ClosedJaxpr:
     """Rewrites functions with a reverse rule to compute what its forward part does.
 
     As in JAX, that is differentiable again, in both modes, and the functions are not.
@@ -259,7 +270,7 @@ def _by_forward_rules(program: Any, inputs: Sequence[int], outputs: Sequence[int
 _has_reverse_rule = Anywhere(lambda eqn: eqn.primitive.name == "custom_vjp_call")
 
 
-def _reject_closures(body: Any, consts: Values) -> None:
+def _reject_closures(body: ClosedJaxpr, consts: Values) -> None:
     """Rejects derivative rules that close over values traced outside of the loop.
 
     They are traced with the derivative of a step, whose constants `consts` are.
@@ -316,19 +327,19 @@ def moving(
     return places(of_consts), places(of_carry), places(entries), places(hits[n:])
 
 
-def moves(tangent: Any) -> bool:
+def moves(tangent: Value) -> bool:
     return type(tangent) is not ad.Zero and jax.typeof(tangent).dtype != jax.dtypes.float0
 
 
-def no_tangent(x: Value) -> Any:
+def no_tangent(x: Value) -> ad.Zero:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-def zeros_like(x: Value) -> Any:
+def zeros_like(x: Value) -> Value:
     return ad.instantiate_zeros(no_tangent(x))
 
 
-def reject_shared(steps: Any, moving: Values) -> None:
+def reject_shared(steps: Value, moving: Values) -> None:
     """Rejects a sum over devices in a loop that each device leaves at another step."""
     # A cotangent of a shared value needs a `psum` each step, where devices would wait forever.
     axes = _compat.varying_axes(jax.typeof(steps))
@@ -351,7 +362,7 @@ def moving_inputs(
 
 
 def with_tangents(
-    program: Any, sizes: Sequence[int], moving: Sequence[int]
+    program: ClosedJaxpr, sizes: Sequence[int], moving: Sequence[int]
 ) -> Callable[..., tuple[list[Any], list[Any]]]:
     """Evaluates a program and its tangents, from groups of inputs.
 
@@ -366,7 +377,7 @@ def with_tangents(
     return run
 
 
-def flat(program: Any) -> Any:
+def flat(program: ClosedJaxpr) -> Callable[..., list[Value]]:
     return lambda *xs: inline_jaxpr(program, xs)
 
 
@@ -386,7 +397,7 @@ def parts(items: Sequence[Any], *sizes: int) -> list[list[Any]]:
     return [*groups, items]
 
 
-def loop_transpose(*_: Any, **params: Any) -> Any:
+def loop_transpose(*_: Value, **params: Any) -> NoReturn:
     raise UnsupportedError(
         "a bounded loop (batchax.bounded_while, or a scan with until) is differentiated in reverse "
         "mode, and the steps of it contain a loop that has no derivative in reverse, such as "
@@ -398,9 +409,9 @@ def sweep_jvp(
     primals: Values,
     tangents: Values,
     *,
-    forward: Any,
-    back: Any,
-    guarded: Any,
+    forward: ClosedJaxpr,
+    back: ClosedJaxpr,
+    guarded: Sequence[ClosedJaxpr],
     form: SweepSignature,
 ) -> tuple[list[Any], list[Any]]:
     outs = reverse_sweep_p.bind(*primals, forward=forward, back=back, guarded=guarded, form=form)

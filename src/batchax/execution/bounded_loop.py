@@ -41,7 +41,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from batchax import _compat
 from batchax.execution.progress import Steps
 from batchax.execution.slices import entry_of, put_entry
-from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, PlacedOutputs, WhileLoop, match_axis
 from batchax.kernel.inner import inline_jaxpr, remembered
 from batchax.kernel.own_primitive import declare, with_values
@@ -154,15 +154,15 @@ class Round(NamedTuple):
     both: Any
 
     @property
-    def start(self) -> Any:
+    def start(self) -> Value:
         """Returns the number of steps before the first carry of the round."""
         return self.both[0]
 
     @property
-    def lowest(self) -> Any:
+    def lowest(self) -> Value:
         return self.both[1]
 
-    def place_of(self, number: Any) -> Any:
+    def place_of(self, number: Value) -> Value:
         """Returns the slot of the carry after so many steps."""
         return number - self.start + self.lowest
 
@@ -172,7 +172,7 @@ class Round(NamedTuple):
         following = jnp.stack([number, self.lowest + _ONE])
         return Round(jnp.where(full, following, self.both))
 
-    def numbers(self, last: Value, count: int) -> Any:
+    def numbers(self, last: Value, count: int) -> Value:
         """Returns the number of steps before the carry in each slot, after `last` steps."""
         i = jnp.arange(count, dtype=np.int32)
         # Slots below `lowest` keep the first carry of an earlier round: round i starts after i
@@ -212,10 +212,10 @@ class Stack(NamedTuple):
         return cls(numbers, order, places, height)
 
     @property
-    def last(self) -> Any:
+    def last(self) -> Value:
         return entry_of(self.numbers, self.height - _ONE, 0)
 
-    def carry_at(self, below: Any) -> list[Any]:
+    def carry_at(self, below: Value) -> list[Any]:
         """Returns the carry so many entries below the top."""
         place = entry_of(self.order, self.height - _ONE - below, 0)
         return [entry_of(x, place, 0) for x in self.places]
@@ -235,7 +235,7 @@ class Stack(NamedTuple):
         first = jnp.where(all_fit, here + _ONE, end)
         height = self.height + end - first + _ONE
 
-        def place_of(number: Any) -> Any:
+        def place_of(number: Value) -> Value:
             return entry_of(self.order, self.height + lax.max(number - first, np.int32(0)), 0)
 
         i = jnp.arange(len(self.order), dtype=np.int32)
@@ -243,7 +243,7 @@ class Stack(NamedTuple):
         numbers = jnp.where(added, i - self.height + first, self.numbers)
         return end, place_of, self._replace(numbers=numbers, height=height)
 
-    def run(self, number: Any) -> Any:
+    def run(self, number: Value) -> Value:
         """Counts the carries on top after `number` steps, one less, and so on without a gap."""
         i = jnp.arange(len(self.order), dtype=np.int32)
         # In a run without gaps, the number minus the position in the stack is constant.
@@ -267,7 +267,7 @@ def bounded_loop(
     test: Callable[[Values, Values], Any] | None = None,
     test_consts: Values = (),
     guarded: LoopStep | None = None,
-    count: Any,
+    count: Value,
     steps: Steps,
     x_axes: Sequence[int] = (),
     y_axes: Sequence[int] = (),
@@ -305,7 +305,7 @@ def settle(
     carry: Values,
     xs: Values,
     x_axes: Sequence[int],
-    count: Any,
+    count: Value,
     test: Callable[[Values, Values], Any] | None = None,
     test_consts: Values = (),
     first_entries: Sequence[Any] = (),
@@ -353,12 +353,16 @@ def settle(
         carry = cast
 
 
-def varied(x: Value, like: Sequence[Any]) -> Any:
+def varied(x: Value, like: Sequence[Any]) -> Value:
     return functools.reduce(_compat.varying_as, like, x)
 
 
 def run_loop(
-    *operands: Value, test: Any, body: Any, guarded: ClosedJaxpr, form: LoopSignature
+    *operands: Value,
+    test: ClosedJaxpr | None,
+    body: ClosedJaxpr,
+    guarded: ClosedJaxpr,
+    form: LoopSignature,
 ) -> list[Any]:
     count, test_consts, consts, carry, _, _, xs = form.split(operands)
     avals = loop_types(test, body, form, jax.typeof(count))
@@ -373,13 +377,13 @@ def run_loop(
     total = None if test is not None else count
     count, places = lax.min(count, np.int32(most)), n_checkpoints(most)
 
-    def going_on(state: Any) -> Any:
+    def going_on(state: Tree) -> Value:
         n, carry, *_ = state
         if test is None:
             return n < count
         return (n < count) & inline_jaxpr(test, [*test_consts, *carry])[0]
 
-    def step(state: Any) -> Any:
+    def step(state: Tree) -> Tree:
         n, carry, ys, now, kept = state
         form.steps.begin(n, total)
         # Step n reads entry n of the xs and writes entry n of the ys.
@@ -403,16 +407,18 @@ def run_loop(
     return list(map(_typed, [*carry, *ys, *kept, n], avals))
 
 
-def zeros(aval: Aval) -> Any:
+def zeros(aval: Aval) -> Value:
     """Returns zeros of this type, with its sharding and varying mesh axes."""
     return varied(_compat.filled(aval, 0), [aval])
 
 
-def _typed(x: Value, aval: Aval) -> Any:
+def _typed(x: Value, aval: Aval) -> Value:
     return _compat.weakly(x) if aval.weak_type and not jax.typeof(x).weak_type else x
 
 
-def loop_types(test: Any, body: Any, form: LoopSignature, count: Any) -> list[Any]:
+def loop_types(
+    test: ClosedJaxpr | None, body: ClosedJaxpr, form: LoopSignature, count: Aval
+) -> list[Any]:
     """Returns result types: last carry, ys, checkpoints if recorded, and the number of steps."""
     outs = body.out_avals
     ys = [
@@ -426,14 +432,14 @@ def loop_types(test: Any, body: Any, form: LoopSignature, count: Any) -> list[An
     return [*outs[: form.n_carry], *ys, *checkpoint_types(steps, carry, form), steps]
 
 
-def no_checkpoints(body: Any, form: Any) -> list[Any]:
+def no_checkpoints(body: ClosedJaxpr, form: LoopSignature | SweepSignature) -> list[Any]:
     """Returns empty checkpoints of one example, so that a sweep makes its own."""
     carry = body.in_avals[form.n_consts : form.n_consts + form.n_carry]
     types = checkpoint_types(jax.typeof(np.int32(0)), carry, form)
     return blank_checkpoints(list(map(zeros, types)))
 
 
-def checkpoint_types(steps: Any, carry: Values, form: Any) -> list[Any]:
+def checkpoint_types(steps: Aval, carry: Values, form: LoopSignature | SweepSignature) -> list[Any]:
     if form.kept is None:
         return []
     size, kept = n_checkpoints(form.steps.most), (carry[i] for i in form.kept)
@@ -492,7 +498,11 @@ def reverse_sweep(
 
 
 def run_sweep(
-    *operands: Value, forward: Any, back: Any, guarded: Any, form: SweepSignature
+    *operands: Value,
+    forward: ClosedJaxpr,
+    back: ClosedJaxpr,
+    guarded: Sequence[ClosedJaxpr],
+    form: SweepSignature,
 ) -> list[Any]:
     count, _, consts, carry, checkpoints, returning, xs = form.split(operands)
     ys = list(map(zeros, sweep_types(back, form)[form.n_back :]))
@@ -512,7 +522,7 @@ def run_sweep(
         """Puts the carry before step `t` on top of the stack, or one on the way."""
         end, place_of, longer = stack.leg(t)
 
-        def step(state: Any) -> Any:
+        def step(state: Tree) -> Tree:
             n, kept, places = state
             new = inline_jaxpr(forward, [*consts, *whole(kept), *entries(n)])
             new = [_compat.unconsumed(new[i]) for i in form.kept]  # keys are used again
@@ -541,12 +551,12 @@ def run_sweep(
     # again, as where the number of places is given (Griewank and Walther, "Revolve", 2000).
     #
     # All numbers of steps are values: a sweep batched once more has lanes at different turns.
-    def turn(state: Any) -> Any:
+    def turn(state: Tree) -> Tree:
         t, stack, *rest = state
         stack = ahead(stack, t)
         run = stack.run(t)
 
-        def step(state: Any) -> Any:
+        def step(state: Tree) -> Tree:
             i, returning, ys = state
             form.steps.begin(count - one - (t - i), count)
             x = [*whole(stack.carry_at(i)), *entries(t - i)]
@@ -568,7 +578,7 @@ def run_sweep(
     return [*returning, *ys]
 
 
-def sweep_types(back: Any, form: SweepSignature) -> list[Any]:
+def sweep_types(back: ClosedJaxpr, form: SweepSignature) -> list[Any]:
     outs = back.out_avals
     ys = [
         aval.strip_weak_type() if a is None else unmapped_aval(form.steps.most, a, aval)
@@ -578,7 +588,14 @@ def sweep_types(back: Any, form: SweepSignature) -> list[Any]:
 
 
 def as_while(
-    axis: Axis, args: Values, axes: Sequence[Any], /, *, test: Any, body: Any, form: LoopSignature
+    axis: Axis,
+    args: Values,
+    axes: Sequence[Any],
+    /,
+    *,
+    test: ClosedJaxpr | None,
+    body: ClosedJaxpr,
+    form: LoopSignature,
 ) -> tuple[WhileLoop, Callable[[Values], PlacedOutputs]]:
     """Converts a bounded loop to a ``while`` in each lane.
 
@@ -609,12 +626,14 @@ def as_while(
     return loop, finish
 
 
-def _arrays(test: ClosedJaxpr, body: ClosedJaxpr, form: LoopSignature) -> list[Any]:
+def _arrays(test: ClosedJaxpr | None, body: ClosedJaxpr, form: LoopSignature) -> list[Any]:
     count = jax.typeof(np.int32(0))
     return loop_types(test, body, form, count)[form.n_carry : -1]
 
 
-def _programs(test: Any, body: Any, form: LoopSignature) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+def _programs(
+    test: ClosedJaxpr | None, body: ClosedJaxpr, form: LoopSignature
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     n_test, n_consts, n_carry = form.n_test, form.n_consts, form.n_carry
     number = jax.typeof(np.int32(0))
     body_types = list(body.in_avals)
@@ -623,14 +642,14 @@ def _programs(test: Any, body: Any, form: LoopSignature) -> tuple[ClosedJaxpr, C
     state = [number, *body_types[n_consts : n_consts + n_carry], *_arrays(test, body, form)]
     test_types = [] if test is None else list(test.in_avals[:n_test])
 
-    def going_on(count: Any, *values: Value) -> list[Any]:
+    def going_on(count: Value, *values: Value) -> list[Any]:
         consts, (n, *rest) = values[:n_test], values[n_test:]
         more = n < lax.min(count, np.int32(form.steps.most))
         if test is None:
             return [more]
         return [more & inline_jaxpr(test, [*consts, *rest[:n_carry]])[0]]
 
-    def step(count: Any, *values: Value) -> list[Any]:
+    def step(count: Value, *values: Value) -> list[Any]:
         consts, values = values[:n_consts], values[n_consts:]
         xs, (n, *rest) = values[: len(entries)], values[len(entries) :]
         carry, ys = rest[:n_carry], rest[n_carry:]

@@ -372,7 +372,7 @@ def _hold(eqn: Eqn, inside: Inside) -> Eqn:
     return eqn.replace(primitive=_held_p, params={"held": _Held(eqn)})
 
 
-def _release(eqn: Eqn, inside: Inside) -> Any:
+def _release(eqn: Eqn, inside: Inside) -> Eqn:
     if eqn.primitive is not _held_p:
         return eqn.replace(params=inside())
     was = eqn.params["held"].eqn
@@ -386,7 +386,7 @@ def mapped_as_values(call: Call) -> tuple[Call, Callable[[Outputs], Outputs]]:
         return call, lambda results: results
     references = [call.mapped[i].value for i in at]
 
-    def function(*examples: Any) -> tuple[list[Any], FlatOutputs]:
+    def function(*examples: Value) -> tuple[list[Any], FlatOutputs]:
         # Each lane has its part of such a reference, so lanes run in any order. The part is a
         # reference created inside, and its last value is one more output.
         own = [jax.new_ref(x) if i in at else x for i, x in enumerate(examples)]

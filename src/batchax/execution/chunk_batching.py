@@ -53,7 +53,7 @@ def batch_gathered(
         loop = _with_index(axis, loop)
         args, axes = [*args, lax.iota(np.int32, axis.size)], [*axes, 0]
 
-    def run(start: Any, *xs: Value) -> list[Any]:
+    def run(start: Value, *xs: Value) -> list[Any]:
         lane = [x if a is None else lax.squeeze(x, (a,)) for x, a in zip(xs, axes, strict=True)]
         return [lax.expand_dims(x, (0,)) for x in chunk_loop(loop, lane)]
 
@@ -74,7 +74,7 @@ def _with_index(axis: Axis, loop: ChunkLoop) -> ChunkLoop:
         def of_width(width: int) -> Callable[..., list[Any]]:
             one_example = body.function(width)
 
-            def run(start: Any, *xs: Value) -> list[Any]:
+            def run(start: Value, *xs: Value) -> list[Any]:
                 *own, lane = xs
                 types = [jax.typeof(start), *map(jax.typeof, own)]
                 # The index is the only use of the name that needs no other lanes.
@@ -108,7 +108,7 @@ def _batched(
     /,
     *,
     loop: ChunkLoop,
-    program: Any,
+    program: ClosedJaxpr,
 ) -> tuple[list[Any], list[Position]]:
     marked = [False, *(a is not None for a in axes)]
     named = axis.name is not None and bool(program.effects)
@@ -121,7 +121,7 @@ def _batched(
     hits = of_states(loop.results, hits, of_state)
 
     def of_all(body: ChunkBody) -> ChunkBody:
-        def of_width(width: int) -> Any:
+        def of_width(width: int) -> Callable[..., list[Value]]:
             one_example = body.function(width)
 
             def batched(start: Value, *xs: Value) -> list[Any]:

@@ -73,7 +73,7 @@ def in_parts(
     def of_width(width: int) -> Callable[..., list[Any]]:
         function = loop.body.function(width)
 
-        def run(start: Any, *xs: Value) -> list[Any]:
+        def run(start: Value, *xs: Value) -> list[Any]:
             outs = map(_state, function(start, *xs), loop.results)
             return [part for parts in outs for part in parts]
 
@@ -126,11 +126,11 @@ def _extreme_of_all(kind: str) -> Callable[[Any, Any], Any]:
     spec = Extreme(kind, 0)
 
     @jax.custom_jvp
-    def extreme(best: Any, count: Any) -> Any:
+    def extreme(best: Value, count: Value) -> Value:
         return of_only_chunk(best, spec)
 
     @extreme.defjvp
-    def _(primals: Values, tangents: Values) -> Any:
+    def _(primals: Values, tangents: Values) -> tuple[Value, Value]:
         (best, count), dot = primals, tangents[0]
         most, wide = extreme(best, count), accumulator(best.dtype)
         # As in JAX, the derivative of an extreme is divided evenly among all lanes that attain it.
@@ -159,10 +159,10 @@ def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> Ch
     """
 
     def differentiate(of: OfWidth) -> OfWidth:
-        def of_width(width: int) -> Any:
+        def of_width(width: int) -> Callable[..., list[Value]]:
             primal = of(width)
 
-            def run(start: Any, *xs: Value) -> list[Any]:
+            def run(start: Value, *xs: Value) -> list[Any]:
                 of_chunk = functools.partial(primal, start)
                 outs, pull = pullback_of(of_chunk, xs, moving, [which])
                 # The cotangent of a sum is 1 for each chunk, so the gradient needs no second pass.
@@ -188,12 +188,12 @@ def can_run(loop: ChunkLoop, operands: Values) -> bool:
     return True
 
 
-def inner_product(gradient: Sequence[Any], tangents: Values) -> Any:
+def inner_product(gradient: Sequence[Any], tangents: Values) -> Value:
     products = [jnp.sum(g * t) for g, t in zip(gradient, tangents, strict=True)]
     return sum(products[1:], start=products[0])
 
 
-def jvp(primals: Values, tangents: Values, *, loop: ChunkLoop, program: Any) -> Any:
+def jvp(primals: Values, tangents: Values, *, loop: ChunkLoop, program: ClosedJaxpr) -> Any:
     # A call reads operands that its body may not use. Their cotangent is a symbolic zero: zeros
     # would be multiplied by derivatives that may be infinite.
     used = _compat.used_inputs(program, [True] * len(program.out_avals))[1:]
@@ -231,7 +231,7 @@ def jvp(primals: Values, tangents: Values, *, loop: ChunkLoop, program: Any) -> 
     return outs, [dots_of.get(k, zero) for k, zero in enumerate(zeros)]
 
 
-def _dependent(program: Any, moving: Sequence[int], types: Sequence[Aval]) -> list[int]:
+def _dependent(program: ClosedJaxpr, moving: Sequence[int], types: Sequence[Aval]) -> list[int]:
     """Lists the results that have tangents if the `moving` operands have."""
     marked = [False, *(i in moving for i in range(len(program.in_avals) - 1))]
     hits = zip(reached(program.jaxpr, marked), types, strict=True)
@@ -262,10 +262,10 @@ def _tangent_loop(loop: ChunkLoop, moving: Sequence[int], dependent: Sequence[in
     n = len(loop.operands)
 
     def differentiate(of: OfWidth) -> OfWidth:
-        def of_width(width: int) -> Any:
+        def of_width(width: int) -> Callable[..., list[Value]]:
             primal = of(width)
 
-            def run(start: Any, *xs: Value) -> list[Any]:
+            def run(start: Value, *xs: Value) -> list[Any]:
                 of_chunk = functools.partial(primal, start)
                 return tangents_of(of_chunk, xs[:n], moving, xs[n:], dependent)[1]
 
@@ -296,7 +296,7 @@ def _reverse_of(
     return reverse, [*(both[i] for i in others), *cotangents]
 
 
-def _reject_effects(program: Any) -> None:
+def _reject_effects(program: ClosedJaxpr) -> None:
     if _compat.ordered_by_lane(program.effects):
         raise UnsupportedError(
             "a function that does input or output (io_callback, ordered debug callbacks) is "
@@ -330,11 +330,11 @@ def _reverse_loop(
     others = [i for i in range(len(avals)) if i not in linear]
 
     def differentiate(of: OfWidth) -> OfWidth:
-        def of_width(width: int) -> Any:
+        def of_width(width: int) -> Callable[..., list[Value]]:
             forward = of(width)
             types = loop.of_chunk(avals, width)
 
-            def run(start: Any, *xs: Value) -> list[Any]:
+            def run(start: Value, *xs: Value) -> list[Any]:
                 residuals, cts = xs[: len(others)], xs[len(others) :]
                 of_chunk, of_linear = functools.partial(forward, start), [types[i] for i in linear]
                 return transposed(of_chunk, residuals, linear, of_linear, given)(cts)

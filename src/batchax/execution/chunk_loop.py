@@ -158,7 +158,7 @@ def cotangent_spec(spec: Operand) -> Result:
             return spec
 
 
-def resized(aval: Aval, axis: int, size: int) -> Any:
+def resized(aval: Aval, axis: int, size: int) -> Aval:
     """Resizes an array type along `axis`, which is not sharded afterwards."""
     return unmapped_aval(size, axis, mapped_aval(aval.shape[axis], axis, aval))
 
@@ -270,7 +270,7 @@ class ChunkLoop:
     def of_chunk(self, avals: Sequence[Aval], width: int) -> list[Any]:
         """Returns operand types as a chunk of `width` lanes sees them."""
 
-        def seen(aval: Aval, spec: Operand) -> Any:
+        def seen(aval: Aval, spec: Operand) -> Aval:
             match spec:
                 case Whole():
                     return aval
@@ -283,7 +283,7 @@ class ChunkLoop:
 
         return list(map(seen, avals, self.operands))
 
-    def result_aval(self, aval: Aval, spec: Result) -> Any:
+    def result_aval(self, aval: Aval, spec: Result) -> Aval:
         aval = aval.strip_weak_type()
         match spec:
             case Lanes(axis) | Gathered(axis):
@@ -324,7 +324,7 @@ def _with_constants(loop: ChunkLoop, count: int) -> ChunkLoop:
     """Turns constants of the program into operands that all chunks share."""
 
     def of_width(width: int) -> Callable[..., list[Any]]:
-        def run(start: Any, *xs: Value) -> list[Any]:
+        def run(start: Value, *xs: Value) -> list[Any]:
             own, consts = xs[:-count], xs[-count:]
             program = loop.body.staged(width, list(map(jax.typeof, own)))
             return eval_jaxpr(program.jaxpr, consts, start, *own)
@@ -336,7 +336,7 @@ def _with_constants(loop: ChunkLoop, count: int) -> ChunkLoop:
     return replace(loop, body=body, operands=operands, all_at_once=None, masked=None)
 
 
-def result_types(loop: ChunkLoop, program: Any) -> list[Any]:
+def result_types(loop: ChunkLoop, program: ClosedJaxpr) -> list[Any]:
     return [loop.result_aval(a, k) for a, k in zip(program.out_avals, loop.results, strict=True)]
 
 
@@ -350,7 +350,7 @@ def results_before(loop: ChunkLoop, program: ClosedJaxpr) -> list[Any]:
     ]
 
 
-def _before(loop: ChunkLoop, aval: Aval, spec: Result, number: int) -> Any:
+def _before(loop: ChunkLoop, aval: Aval, spec: Result, number: int) -> Value:
     whole = loop.result_aval(aval, spec)
     match spec:
         case Sum():
@@ -390,12 +390,12 @@ def collect(
 
 def _collect(
     spec: Result,
-    result: Any,
-    out: Any,
+    result: Value,
+    out: Value,
     start: Value,
     index: Value,
     gathered: GatheredLanes | None,
-) -> Any:
+) -> Value:
     match spec:
         case Gathered(axis):
             assert gathered is not None
@@ -414,7 +414,7 @@ def _collect(
             return out
 
 
-def _write(result: Any, out: Any, start: Value, axis: int) -> Any:
+def _write(result: Value, out: Value, start: Value, axis: int) -> Value:
     if jax.typeof(out).sharding.mesh.empty and not jax.typeof(result).sharding.mesh.empty:
         # Under `jax.set_mesh` the type of whatever is made tells of the mesh, as that of `result`
         # does. Arrays from before have types that do not, nor does what is computed of them alone;
@@ -423,7 +423,7 @@ def _write(result: Any, out: Any, start: Value, axis: int) -> Any:
     return put_part(result, out, start, axis)
 
 
-def of_only_chunk(out: Any, spec: Result) -> Any:
+def of_only_chunk(out: Value, spec: Result) -> Value:
     if isinstance(spec, Extreme):
         return _REDUCE[spec.kind](out, axis=spec.axis)
     return out

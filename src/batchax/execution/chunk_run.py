@@ -68,11 +68,11 @@ def _all(loop: ChunkLoop, operands: Values) -> list[Any]:
     return inline_jaxpr(program, [start, *operands])
 
 
-def _few(loop: ChunkLoop, count: Any, operands: Values) -> list[Any]:
+def _few(loop: ChunkLoop, count: Value, operands: Values) -> list[Any]:
     program = loop.program([jax.typeof(x) for x in operands], 1)
 
-    def run(count: Any, *operands: Value) -> list[Any]:
-        def lane(i: Any, results: Sequence[Any]) -> list[Any]:
+    def run(count: Value, *operands: Value) -> list[Any]:
+        def lane(i: Value, results: Sequence[Any]) -> list[Any]:
             parts = []
             for x, spec in zip(operands, loop.operands, strict=True):
                 if not isinstance(spec, Whole):
@@ -84,7 +84,7 @@ def _few(loop: ChunkLoop, count: Any, operands: Values) -> list[Any]:
             put = lambda x, out, axis: put_part(x, out, i, axis)
             return list(map(put, results, outs, axes))
 
-        def step(i: Any, results: Sequence[Any]) -> list[Any]:
+        def step(i: Value, results: Sequence[Any]) -> list[Any]:
             (i,) = _compat.varying_alike([lax.convert_element_type(i, np.int32)], like=operands)
             active = entry_of(operands[0], i, 0)
             return list(lax.cond(active, lane, lambda i, results: list(results), i, results))
@@ -188,7 +188,7 @@ class _Chunks:
         return cls(loop, loop.chunk, operands, picked, steps)
 
     def run(
-        self, index: Any, width: int, start: Any = None
+        self, index: Value, width: int, start: Value | None = None
     ) -> tuple[list[Any], GatheredLanes | None]:
         """Runs a chunk of `width` lanes from entry `start`.
 
@@ -208,14 +208,16 @@ class _Chunks:
         ]
         return inline_jaxpr(program, [start, *parts]), gathered
 
-    def step(self, index: Any, width: int, results: Values, start: Any = None) -> list[Any]:
+    def step(
+        self, index: Value, width: int, results: Values, start: Value | None = None
+    ) -> list[Any]:
         outs, gathered = self.run(index, width, start)
         return collect(self.loop, results, outs, index, gathered)
 
 
-def _picked(mask: Value, spec: Any, chunk: int) -> tuple[Any, Any]:
+def _picked(mask: Value, spec: Operand, chunk: int) -> tuple[Any, Any]:
     # The selected lanes come first, and a chunk is one lane: nothing is gathered.
-    if spec.first and chunk == 1 and mask.dtype == bool:
+    if isinstance(spec, ActiveMask) and spec.first and chunk == 1 and mask.dtype == bool:
         return None, count_active(mask)
     return gathered_lanes.in_order(mask, chunk)
 
@@ -224,7 +226,7 @@ def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> lis
     """Runs all chunks in a loop, from the results before the first one."""
     full, rest = divmod(chunks.loop.size, chunks.width)
 
-    def step(i: Any, results: list[Value]) -> list[Any]:
+    def step(i: Value, results: list[Value]) -> list[Any]:
         return chunks.step(i, chunks.width, results)
 
     if chunks.picked is not None:
@@ -279,7 +281,7 @@ def _part(
     index: Value,
     width: int,
     gathered: GatheredLanes | None,
-) -> Any:
+) -> Value:
     match spec:
         case ActiveMask():
             assert gathered is not None
@@ -304,7 +306,7 @@ def chosen_chunk(loop: ChunkLoop, avals: Sequence[Aval]) -> int:
     auto, loop = loop.chunk, replace(loop, progress=None)  # which needs no memory
 
     # Candidates are compiled, and XLA's memory analysis decides.
-    def compiled(chunk: int) -> Any:
+    def compiled(chunk: int) -> jax.stages.Compiled:
         candidate = functools.partial(run_flat, replace(loop, chunk=chunk))
         return compile_for_account(candidate, avals)
 
@@ -346,7 +348,7 @@ def run_flat(loop: ChunkLoop, *operands: Value) -> list[Any]:
     return run(loop, operands)
 
 
-def compute(*operands: Value, loop: ChunkLoop, program: Any) -> list[Any]:
+def compute(*operands: Value, loop: ChunkLoop, program: ClosedJaxpr) -> list[Any]:
     """Compiles and runs the loop, in smaller chunks if memory runs out."""
     avals = [jax.typeof(x) for x in operands]
     chunk = loop.chunk if isinstance(loop.chunk, int) else chosen_chunk(loop, avals)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from batchax import _compat
 from batchax.cache import Cache
@@ -58,6 +58,7 @@ from batchax.jaxprs.error_format import brief, line_of, name_of, spoken
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Divergence, Position, Positions
 from batchax.kernel.captured import closed_over
+from batchax.progress import How
 from batchax.rules.callbacks import calls_in
 from batchax.rules.calls import calls_library, in_turn
 
@@ -88,7 +89,7 @@ def _run_keeping(loop: ChunkLoop, operands: Values) -> list[Any]:
 
     steps = Steps(-(-loop.size // chunk), loop.progress)
 
-    def step(index: Any, results: list[Value], parts: Sequence[Any], width: int) -> list[Any]:
+    def step(index: Value, results: list[Value], parts: Sequence[Any], width: int) -> list[Any]:
         (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
         outs = loop.body.function(width)(start, *parts)
         return collect(loop, results, outs, index)
@@ -221,7 +222,7 @@ def run_cuts(
     _run_gathered(setting.shards, whole(None), apart, env)
 
 
-def _operands(stage: Stage, by_target: Mapping[Target, Found], env: Env, eqn: Eqn) -> Any:
+def _operands(stage: Stage, by_target: Mapping[Target, Found], env: Env, eqn: Eqn) -> Value | None:
     """Adds computed operands of a cut to `env`, or returns its result if chunks computed that."""
     streamed = None
     for v in variables(eqn):
@@ -264,13 +265,13 @@ class _Rejecting:
     def explicit(self) -> bool:
         return False
 
-    def why_lockstep(self, axis: Axis, loop: Any) -> str:
+    def why_lockstep(self, axis: Axis, loop: object) -> str:
         return ""
 
-    def run_nest(self, axis: Axis, loop: Any) -> None:
+    def run_nest(self, axis: Axis, loop: object) -> None:
         """All lanes take each step, unless they diverge in one."""
 
-    def run(self, axis: Axis, divergent: Any) -> Any:
+    def run(self, axis: Axis, divergent: object) -> NoReturn:
         raise LanesPart
 
     def with_max_width(self, width: int) -> _Rejecting:
@@ -333,7 +334,7 @@ class SectionRunner:
         axis: Axis,
         batch_size: int | Auto,
         keep: bool,
-        staged: Any,
+        staged: ClosedJaxpr,
         args: Values,
         positions: Positions,
         described: Sequence[OutputArray],
@@ -341,23 +342,23 @@ class SectionRunner:
         progress: LoopProgress | None = None,
     ) -> None:
         local = axis if shards is None else replace(axis, size=shards.each)
-        staged = without_references(staged, axis.name, axis.size)
+        program = without_references(staged, axis.name, axis.size)
         # A lane that repeats another makes a difference only where lanes meet.
         meet = axis.name is not None or any(isinstance(o.spec, Reduce) for o in described)
         repeated = shards.most_repeated if shards is not None and meet else 0
         in_parts = isinstance(batch_size, Auto) or batch_size < local.size
-        calls = _host_calls(axis, staged.jaxpr, positions, shards, in_parts)
+        calls = _host_calls(axis, program.jaxpr, positions, shards, in_parts)
         indexed = any(isinstance(o.spec, Reduce) and o.spec.reduction.index for o in described)
         index, values = None, list(zip(args, positions, strict=True))
         # Expose the lane index as an input if anything depends on which lanes a chunk holds.
-        if repeated or indexed or calls or any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
-            staged = expose_names(axis, staged, calls or HostCalls())
-            index = staged.jaxpr.invars[0]
+        if repeated or indexed or calls or any(is_exposed(axis, eqn) for eqn in program.jaxpr.eqns):
+            program = expose_names(axis, program, calls or HostCalls())
+            index = program.jaxpr.invars[0]
             all_lanes = np.array([0, axis.size], np.int32)
             values.insert(0, (all_lanes if shards is None else shards.own_lanes(), 0))
-        self._jaxpr, self._described = staged.jaxpr, described
+        self._jaxpr, self._described = program.jaxpr, described
         self._known: Env = {
-            v: (c, None) for v, c in zip(self._jaxpr.constvars, staged.consts, strict=True)
+            v: (c, None) for v, c in zip(self._jaxpr.constvars, program.consts, strict=True)
         }
         self._known.update(zip(self._jaxpr.invars, values, strict=True))
         batch_bytes = bytes_per_lane(
@@ -432,11 +433,13 @@ def _host_calls(
     return HostCalls.of(axis, jaxpr, positions, devices=shards.names, own=own)
 
 
-def _read(env: Env, v: Any) -> Found:
+def _read(env: Env, v: Var | Literal) -> Found:
     return Found(v.val, None) if isinstance(v, Literal) else Found(*env[v])
 
 
-def _placed(setting: Setting, v: Any, output: OutputArray, x: Found, by_chunks: bool) -> Found:
+def _placed(
+    setting: Setting, v: Var | Literal, output: OutputArray, x: Found, by_chunks: bool
+) -> Found:
     value = x.value
     if not (by_chunks and x.position is not None):  # which leave it there
         # A value that all lanes share is reduced over the lanes of all shards, but where it is
@@ -472,7 +475,7 @@ class Chunking:
     keep: bool  # whether reverse mode saves what each chunk computed
     progress: LoopProgress | None = None
 
-    def applies_to(self, size: Any) -> bool:
+    def applies_to(self, size: object) -> bool:
         """Returns whether a batch of that size has several chunks, or may have."""
         if not isinstance(size, int):
             raise UnsupportedError(
@@ -493,9 +496,9 @@ class Chunking:
 def find_chunking(
     fun: Callable[..., Any],
     batch_size: Any,
-    memory_limit: Any,
-    residuals: Any,
-    progress: Any = False,
+    memory_limit: object,
+    residuals: object,
+    progress: How = False,
 ) -> Chunking | None:
     """Validates the options of `vmap`; None if all lanes run at once.
 

@@ -40,7 +40,9 @@ def is_out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
-def error_of_a_lane(run: Callable[..., Any], values: Values, axes: Sequence[Any]) -> Any:
+def error_of_a_lane(
+    run: Callable[..., Any], values: Values, axes: Sequence[Any]
+) -> RuntimeError | None:
     """Finds the error that a single lane raises, after all lanes together failed.
 
     Returns None if no lane raises one other than JAX's, or lanes cannot run by themselves.
@@ -154,7 +156,9 @@ def compiled_whole(program: ClosedJaxpr) -> Callable[..., list[Any]]:
 _IN_A_HURRY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def compile_for_account(program: Callable[..., list[Any]], avals: Sequence[Aval]) -> Any:
+def compile_for_account(
+    program: Callable[..., list[Any]], avals: Sequence[Aval]
+) -> jax.stages.Compiled:
     """Compiles a program for operand types only, to read XLA's memory analysis."""
     # The program is not run, so on a CPU code generation is minimal; buffers are assigned by then.
     hurry = _IN_A_HURRY if jax.default_backend() == "cpu" else None

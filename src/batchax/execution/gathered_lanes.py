@@ -20,7 +20,9 @@ _CHUNKS = 16  # chunks that all lanes should make at least; for that, chunks are
 _FEWEST = 16  # but no narrower than this
 
 
-def count_active(active: Value, dtype: Any = np.int32, *, one_function: bool = False) -> Any:
+def count_active(
+    active: Value, dtype: jax.typing.DTypeLike = np.int32, *, one_function: bool = False
+) -> Value:
     """Counts active lanes. `one_function`: inside a single XLA kernel."""
     if (
         one_function or jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24
@@ -74,8 +76,8 @@ def in_order(active: Value, room: int) -> tuple[Any, Any]:
 
 
 def _by_loop(room: int) -> Callable[..., Any]:
-    def run(active: Any) -> tuple[Any, Any]:
-        def step(i: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def run(active: Value) -> tuple[Any, Any]:
+        def step(i: Value, state: tuple[Any, Any]) -> tuple[Any, Any]:
             order, count = state
             # Between known bounds `lax.fori_loop` counts in the type of Python's integers, which
             # is int64 in double precision.
@@ -91,7 +93,7 @@ def _by_loop(room: int) -> Callable[..., Any]:
 
 
 def _by_scatter(room: int) -> Callable[..., Any]:
-    def run(active: Any) -> tuple[Any, Any]:
+    def run(active: Value) -> tuple[Any, Any]:
         order, _ = _nothing(active, room)
         rank = lax.cumsum(lax.convert_element_type(active, np.int32))
         lanes = lax.iota(np.int32, active.size)
@@ -106,7 +108,7 @@ def _longest_first(lengths: Value, room: int) -> tuple[Any, Any]:
     order, count = _nothing(lengths, room)
     count += lax.convert_element_type(lax.reduce_sum(lax.sign(lengths), (0,)), np.int32)
 
-    def some() -> Any:
+    def some() -> Value:
         lanes = lax.broadcasted_iota(np.int32, lengths.shape, 0)
         (lanes,) = _compat.varying_alike([lanes], like=[lengths])
         _, lanes = lax.sort([lax.neg(lengths), lanes], num_keys=1)
@@ -139,7 +141,7 @@ def of_chunk(order: Value | None, count: Value, start: Value, width: int) -> Gat
     )
 
 
-def take(x: Value, lanes: GatheredLanes, axis: int, or_zero: bool = False) -> Any:
+def take(x: Value, lanes: GatheredLanes, axis: int, or_zero: bool = False) -> Value:
     """Gathers entries of `x` along `axis`; with `or_zero`, stand-ins are zero."""
     if lanes.alone is not None:  # a slice compiles sooner than a gather
         return part_of(x, lanes.alone, axis, 1)
@@ -149,11 +151,11 @@ def take(x: Value, lanes: GatheredLanes, axis: int, or_zero: bool = False) -> An
     return or_zero_of(taken, lanes.counts, axis)
 
 
-def or_zero_of(x: Value, mask: Value, axis: int) -> Any:
+def or_zero_of(x: Value, mask: Value, axis: int) -> Value:
     return lax.select(lax.broadcast_in_dim(mask, x.shape, (axis,)), x, lax.full_like(x, 0))
 
 
-def taken_at(x: Value, places: Value, axis: int) -> Any:
+def taken_at(x: Value, places: Value, axis: int) -> Value:
     window = tuple(1 if d == axis else n for d, n in enumerate(x.shape))
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(d for d in range(x.ndim) if d != axis),
@@ -166,7 +168,7 @@ def taken_at(x: Value, places: Value, axis: int) -> Any:
     return _compat.unconsumed(lax.gather(x, indices, numbers, window, mode=mode))
 
 
-def put(x: Value, values: Any, places: Value, axis: int) -> Any:
+def put(x: Value, values: Value, places: Value, axis: int) -> Value:
     """Writes `values` at distinct places along `axis`, and drops those out of bounds."""
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(d for d in range(x.ndim) if d != axis),
@@ -176,7 +178,7 @@ def put(x: Value, values: Any, places: Value, axis: int) -> Any:
     return put_p.bind(x, lax.reshape(places, (places.size, 1)), values, numbers=numbers)
 
 
-def _put(x: Value, indices: Value, values: Any, *, numbers: lax.ScatterDimensionNumbers) -> Any:
+def _put(x: Value, indices: Value, values: Value, *, numbers: lax.ScatterDimensionNumbers) -> Value:
     mode = lax.GatherScatterMode.FILL_OR_DROP
     return lax.scatter(x, indices, values, numbers, unique_indices=True, mode=mode)
 

@@ -41,8 +41,9 @@ class CompilersAccount:
         return self.arguments + self.outputs + self.temporaries - self.aliased
 
 
-def memory_of(compiled: Any) -> CompilersAccount:
+def memory_of(compiled: jax.stages.Compiled) -> CompilersAccount:
     stats = compiled.memory_analysis()
+    assert stats is not None
     return CompilersAccount(
         stats.argument_size_in_bytes,
         stats.output_size_in_bytes,
@@ -104,7 +105,7 @@ class BatchSizeChoice:
         return "\n".join(lines)
 
 
-def parse_limit(limit: Any) -> int | None:
+def parse_limit(limit: object) -> int | None:
     """Parses bytes from an int or a string such as "2GiB" or "500 MB". Raises ArgumentTypeError."""
     if limit is None:
         return None

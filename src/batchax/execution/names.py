@@ -12,7 +12,7 @@ first of all, and those of lanes that fill up a device not at all (`rules/callba
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.extend.core import Var
 from jax.extend.core.primitives import copy_p
 
 from batchax import _compat
@@ -104,7 +105,7 @@ def expose_names(axis: Axis, staged: ClosedJaxpr, calls: HostCalls = HostCalls()
             to.eqns.append(eqn)
             continue
 
-        def run(lane: Any, *xs: Value, eqn: Eqn = eqn, of_lanes: bool = of_lanes) -> list[Any]:
+        def run(lane: Value, *xs: Value, eqn: Eqn = eqn, of_lanes: bool = of_lanes) -> list[Any]:
             names = _compat.current_name_stack()
             with _compat.user_source(eqn.source_info, names), eqn.ctx.manager:
                 if of_lanes or is_exposed(axis, eqn):
@@ -123,7 +124,7 @@ def expose_names(axis: Axis, staged: ClosedJaxpr, calls: HostCalls = HostCalls()
 
 
 @functools.cache  # made by staging, and no two of these are in one program
-def _lane_variable() -> Any:
+def _lane_variable() -> Var:
     return _compat.stage(lambda i: [i], [jax.typeof(np.int32(0))]).jaxpr.invars[0]
 
 
@@ -139,7 +140,7 @@ def _on_one_device(axis: Axis, eqn: Eqn, xs: Values, names: tuple[Any, ...]) -> 
     return bind_if(axis, eqn, xs, lax.eq(lax.axis_index(names), np.int32(0)))
 
 
-def _caller(lane: Value, own: Value | None) -> Any:
+def _caller(lane: Value, own: Value | None) -> Value:
     """Returns the lane index for callbacks, negative for a repeated lane."""
     if own is None:
         return lane
@@ -152,7 +153,7 @@ def index_as_input(axis: Axis, program: ClosedJaxpr, calls: bool = False) -> Clo
     With `calls`, a second index for callbacks follows.
     """
 
-    def run(lane: Any, *xs: Value) -> list[Any]:
+    def run(lane: Value, *xs: Value) -> list[Any]:
         caller, xs = (xs[0], xs[1:]) if calls else (None, xs)
         return _evaluate(axis, jaxpr, consts, xs, lane, caller)
 
@@ -266,7 +267,7 @@ def _is_index(eqn: Eqn) -> bool:
     return eqn.primitive.name == "axis_index"
 
 
-def _index(axis: Axis, names: Any, lane: Value) -> Any:
+def _index(axis: Axis, names: Hashable | tuple[Hashable, ...], lane: Value) -> Value:
     """Computes the index over several axes, of which the first is the slowest."""
     index = jnp.int32(0)
     for n in as_names(names):

@@ -9,13 +9,13 @@ differs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from batchax import _compat
 from batchax.cache import Cache
@@ -196,7 +196,7 @@ class _Said:
     same: bool  # whether it holds the same constants in each trace
 
 
-def _kind(x: Value) -> Any:
+def _kind(x: Value) -> tuple[Hashable, ...]:
     return jax.typeof(x).shape, jax.typeof(x).dtype, jax.typeof(x).weak_type
 
 
@@ -242,8 +242,8 @@ def _are_placed(call: Call) -> bool:
     if (not inside and call.given_traced) or AxisType.Manual in mesh_around().axis_types:
         return False
     if not inside and isinstance(call.axis.size, int):
-        spread = next(filter(_is_spread, call.mapped))
-        if of_several_processes(sharding_of(spread.value).mesh):
+        sharding = sharding_of(next(filter(_is_spread, call.mapped)).value)
+        if isinstance(sharding, NamedSharding) and of_several_processes(sharding.mesh):
             return False
     shards = find_shards(call.axis, call.values, call.positions, _NOTHING)
     if shards is None or call.axis.spmd_name is not None:
@@ -257,16 +257,16 @@ def _are_placed(call: Call) -> bool:
 _NOTHING: Any = jax.make_jaxpr(lambda: ())().jaxpr
 
 
-def _is_typed(mesh: Any, name: Any) -> bool:
+def _is_typed(mesh: Mesh | AbstractMesh, name: Hashable) -> bool:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[name] == AxisType.Explicit
 
 
-def _fit(values: Values, positions: Positions, shards: Any) -> bool:
+def _fit(values: Values, positions: Positions, shards: Shards) -> bool:
     """Returns whether values are placed as shards need, or not committed to a device."""
     return all(_fits(x, a, shards) for x, a in zip(values, positions, strict=True))
 
 
-def _fits(x: Value, position: Position, shards: Any) -> bool:
+def _fits(x: Value, position: Position, shards: Shards) -> bool:
     if not isinstance(x, jax.Array):
         return not _compat.is_reference(x)
     sharding = sharding_of(x)

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from batchax import _compat
 from batchax.frontend.options import check_progress
 from batchax.jaxprs.error_format import brief, name_of
 from batchax.jaxprs.types import Value, Values
-from batchax.kernel.axis import Axis, Positions
+from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.named_axes import mesh_around
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.progress import How, Progress
@@ -107,7 +107,7 @@ class ProgressCallback:
         self.progress.tell(int(done), total, self.over)
 
 
-def find_progress(how: How, fun: Any, unit: str) -> LoopProgress | None:
+def find_progress(how: How, fun: Callable[..., Any], unit: str) -> LoopProgress | None:
     """Validates the option `progress`; None for no reports. Raises ArgumentTypeError."""
     check_progress(how, unit)
     name = name_of(fun)
@@ -189,13 +189,13 @@ class Steps:
         callback = None if self.callback is None else self.callback.derivative(name)
         return replace(self, callback=callback)
 
-    def begin(self, done: Any, total: Value | None = None) -> None:
+    def begin(self, done: Value, total: Value | None = None) -> None:
         """Reports at the start of a step that `done` steps of `total`, or `most`, are done."""
         if self.callback is not None and self.most > 1:  # that the only step is done is enough
             done = lax.convert_element_type(done, np.int32)  # indices of JAX's may have 64 bits
             self._tell(done, total, self._due(done))
 
-    def end(self, done: Any, total: Value | None = None, results: Values = ()) -> None:
+    def end(self, done: Value, total: Value | None = None, results: Values = ()) -> None:
         """Reports after the loop; `results` make the call wait for them."""
         if self.callback is not None:
             done = np.int32(done) if isinstance(done, int) else done
@@ -217,7 +217,7 @@ class Steps:
         due = None if due is None else lax.bitwise_or(due, lax.eq(done, np.int32(0)))
         back._tell(most - done, None, due, [cotangent])
 
-    def _due(self, done: Value) -> Any:
+    def _due(self, done: Value) -> Value | None:
         """Returns whether a step reports; None: every step does."""
         # At most about `_CALLS` calls a loop.
         every = max(-(-self.most // _CALLS), self.together)
@@ -231,7 +231,7 @@ class Steps:
 
     def _tell(
         self,
-        done: Any,
+        done: Value,
         total: Value | None,
         due: Value | None,
         after: Sequence[Any] = (),
@@ -257,7 +257,7 @@ class Steps:
             lax.cond(due, tell, lambda: [])
 
 
-def _is_first_device(axes: Sequence[tuple[Hashable, Any]]) -> Any:
+def _is_first_device(axes: Sequence[tuple[Hashable, Any]]) -> Value:
     names = tuple(name for name, _ in axes)
     # Staged, with names that are not in scope where a program is lowered.
     program = _compat.stage(lambda: [lax.eq(lax.axis_index(names), np.int32(0))], [], axes)
@@ -317,11 +317,15 @@ def _same(*operands: Value, **_: Any) -> list[Any]:
     return list(operands[:-1])
 
 
-def _batched_back(axis: Axis, args: Values, axes: Positions, /, **how: Any) -> Any:
+def _batched_back(
+    axis: Axis, args: Values, axes: Positions, /, **how: Any
+) -> tuple[list[Value], list[Position]]:
     return progress_back_p.bind(*args, **how), list(axes[:-1])
 
 
-def _jvp_back(primals: Values, tangents: Values, *, steps: Steps, linear: bool) -> Any:
+def _jvp_back(
+    primals: Values, tangents: Values, *, steps: Steps, linear: bool
+) -> tuple[list[Value], list[Value]]:
     outs = progress_back_p.bind(*primals, steps=steps, linear=linear)
     dots = list(tangents[:-1])
     # One of them speaks for all.

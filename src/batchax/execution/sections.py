@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from batchax import _compat
 from batchax.cache import cached
@@ -49,7 +49,7 @@ from batchax.frontend.outputs import AUTO, OutputArray, Reduce, is_added
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.bodies import Anywhere, control_flow
 from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
-from batchax.jaxprs.types import Eqn, Value, Values
+from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis
 from batchax.kernel.captured import MappedProgram, closed_over, running
@@ -114,7 +114,7 @@ def run_shared(axis: Axis, eqns: Sequence[Eqn], env: Env) -> list[Any]:
     """Runs, once, the equations that do not depend on the batch; returns the others."""
     shared, rest, defined = [], [], set()
 
-    def is_shared(v: Any) -> bool:
+    def is_shared(v: Var) -> bool:
         return v in defined or (v in env and env[v][1] is None)
 
     for eqn in eqns:
@@ -164,7 +164,7 @@ def divergent_loops(eqns: Sequence[Eqn], env: Env, most: int) -> set[int]:
     A lane of a loop may hold `most` bytes.
     """
 
-    def differs(v: Any) -> bool:
+    def differs(v: Var | Literal) -> bool:
         return not isinstance(v, Literal) and (v not in env or env[v][1] is not None)
 
     divergent = set()
@@ -241,13 +241,13 @@ def partial_result(
     return arrays, Partial(specs, structure, result)
 
 
-def finish(reduction: Reduction, part: Partial, results: Values, size: int) -> Any:
+def finish(reduction: Reduction, part: Partial, results: Values, size: int) -> Value:
     """Completes a reduction from what a chunk loop collected."""
     state = jax.tree.unflatten(part.structure, results)
     return reductions.finished(reduction, state, size).astype(part.result.dtype)
 
 
-def result_type(reduction: Reduction, x: Value, axis: int) -> Any:
+def result_type(reduction: Reduction, x: Value, axis: int) -> Aval:
     aval = jax.typeof(x)
     shape = (*aval.shape[:axis], 1, *aval.shape[axis + 1 :])
     return _result_type(reduction, axis, shape, aval.dtype, aval.weak_type)
@@ -256,7 +256,7 @@ def result_type(reduction: Reduction, x: Value, axis: int) -> Any:
 @cached("types of reductions", most=256)
 def _result_type(
     reduction: Reduction, axis: int, shape: tuple[int, ...], dtype: np.dtype[Any], weak_type: bool
-) -> Any:
+) -> Aval:
     one = jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
     return jax.eval_shape(lambda x: reductions.of_all(reduction, x, axis), one)
 
@@ -380,7 +380,7 @@ class _Chunk:
     reduced: dict[Target, Partial] = field(default_factory=dict)
 
     def of_width(self, width: int) -> Callable[..., list[Any]]:
-        def run(start: Any, *xs: Value) -> list[Any]:
+        def run(start: Value, *xs: Value) -> list[Any]:
             outs, positions, index, real = self.interpret(width, start, xs)
             outputs = zip(self.targets, outs, positions, strict=True)
             return [
@@ -396,7 +396,7 @@ class _Chunk:
         return run
 
     def interpret(
-        self, width: int, start: Any, xs: Values
+        self, width: int, start: Value, xs: Values
     ) -> tuple[list[Any], list[Position], Any, Any]:
         """Returns the targets for `width` lanes, and their batch axes.
 
@@ -510,7 +510,7 @@ class Setting:
     shards: Shards | None  # how lanes are sharded, if they are
     batch_bytes: int  # bytes of the arguments for each lane
 
-    def knows(self, env: Env, v: Any) -> bool:
+    def knows(self, env: Env, v: Var | Literal) -> bool:
         """Returns whether the value of a variable is known.
 
         Each chunk computes its own lane index.
@@ -577,7 +577,7 @@ def _loops_to_cut(setting: Setting, eqns: Sequence[Eqn], env: Env) -> set[int]:
     return divergent_loops(eqns, env, 2 * setting.batch_bytes + _SMALL)
 
 
-def _is_placed(setting: Setting, env: Env, v: Any, output: OutputArray) -> bool:
+def _is_placed(setting: Setting, env: Env, v: Var | Literal, output: OutputArray) -> bool:
     if not setting.knows(env, v):
         return False
     position = None if isinstance(v, Literal) else env[v][1]
@@ -588,7 +588,7 @@ def _is_placed(setting: Setting, env: Env, v: Any, output: OutputArray) -> bool:
     return how_wanted(v, output.spec) == position
 
 
-def _collected(setting: Setting, env: Env, eqn: Eqn, v: Any) -> Target | None:
+def _collected(setting: Setting, env: Env, eqn: Eqn, v: Var) -> Target | None:
     """Returns what a cut needs of each chunk for a variable that it reads."""
     # A sum over lanes is accumulated by the chunks; other cuts need the whole batch.
     streams = _streams(setting.axis, eqn)
@@ -613,10 +613,12 @@ def _kept(
     return [v for v in effects if v in read]
 
 
-def how_wanted(v: Any, spec: Any) -> Any:
+def how_wanted(v: Any, spec: Any) -> int | Reduce:
     """Returns how an output is wanted if it depends on the batch."""
-    if isinstance(spec, Reduce):
-        return spec
+    return spec if isinstance(spec, Reduce) else _position_wanted(v, spec)
+
+
+def _position_wanted(v: Any, spec: Any) -> int:
     return 0 if spec is None or spec is AUTO else int(spec) % (len(v.aval.shape) + 1)
 
 
@@ -624,7 +626,7 @@ def placed_at(v: Any, spec: Any, position: Position) -> Position:
     """Returns the batch axis of an output after it is placed."""
     if isinstance(spec, Reduce) or spec is None or (spec is AUTO and position is None):
         return None
-    return how_wanted(v, spec)
+    return _position_wanted(v, spec)
 
 
 def _streams(axis: Axis, eqn: Eqn) -> bool:

@@ -21,40 +21,40 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.custom_rules.own_derivatives import linear_with_transpose
-from batchax.jaxprs.types import Aval, Value, Values
+from batchax.jaxprs.types import Aval, Tree, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, match_axis
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.masking import is_inexact
 
 
-def part_of(x: Value, start: Value, axis: int, width: int) -> Any:
+def part_of(x: Value, start: Value, axis: int, width: int) -> Value:
     sizes = list(x.shape)
     sizes[axis] = width
     part = lax.dynamic_slice(x, _places(x, start, axis), sizes, allow_negative_indices=False)
     return _compat.unconsumed(part)  # of keys, no step reads those of another
 
 
-def put_part(array: Value, part: Value, start: Any, axis: int = 0) -> Any:
+def put_part(array: Value, part: Value, start: Value, axis: int = 0) -> Value:
     places = _places(array, start, axis)
     return lax.dynamic_update_slice(array, part, places, allow_negative_indices=False)
 
 
-def entry_of(x: Value, t: Any, axis: int = 0) -> Any:
+def entry_of(x: Value, t: Value, axis: int = 0) -> Value:
     return lax.squeeze(part_of(x, t, axis, 1), [axis])
 
 
-def put_entry(array: Value, entry: Any, t: Any, axis: int = 0) -> Any:
+def put_entry(array: Value, entry: Value, t: Value, axis: int = 0) -> Value:
     return put_part(array, lax.expand_dims(entry, [axis]), t, axis)
 
 
-def _places(x: Value, start: Any, axis: int) -> list[Any]:
+def _places(x: Value, start: Value, axis: int) -> list[Any]:
     start = np.int32(start) if isinstance(start, int) else start
     places: list[Any] = [np.zeros((), start.dtype)] * x.ndim
     places[axis] = start
     return places
 
 
-def blank(aval: Aval, number: int) -> Any:
+def blank(aval: Aval, number: int) -> Value:
     """Returns an array of type `aval` whose entries will all be written.
 
     Its values depend on `number`, which should differ between arrays.
@@ -79,7 +79,7 @@ def scan_slices(
     *,
     reverse: bool = False,
     unroll: int | bool = 1,
-) -> Any:
+) -> tuple[Tree, Tree]:
     """Runs `step` for each of `count` slices of `width` entries.
 
     `step` maps (index, carry, parts) to (carry, ys); `axes` are those sliced, None for a whole
@@ -89,7 +89,7 @@ def scan_slices(
     operands = [_operand(x, a, width, count) for x, a in zip(xs, axes, strict=True)]
     handed = [x for x, operand in zip(xs, operands, strict=True) if operand.handed_on]
 
-    def body(state: Any, scanned: Any) -> Any:
+    def body(state: Tree, scanned: Tree) -> tuple[Tree, Tree]:
         (carry, handed), (index, slices) = state, scanned
         rest, parts, handed_on = iter(handed), [], []
         for operand, part in zip(operands, slices, strict=True):
@@ -151,7 +151,7 @@ def take(array: Value, start: Value, axis: int, width: int) -> list[Any]:
     return linear_with_transpose(ahead, back, [start], [array], key=("take", axis, width))
 
 
-def _slices_first(x: Value, axis: int, width: int | None, count: int) -> Any:
+def _slices_first(x: Value, axis: int, width: int | None, count: int) -> Value:
     if width is not None:
         x = lax.slice_in_dim(x, 0, width * count, axis=axis)
         x = x.reshape(*x.shape[:axis], count, width, *x.shape[axis + 1 :])
@@ -159,7 +159,7 @@ def _slices_first(x: Value, axis: int, width: int | None, count: int) -> Any:
     return x if axis == 0 else jnp.moveaxis(x, axis, 0)
 
 
-def with_derivative_of(value: Value, other: Any) -> Any:
+def with_derivative_of(value: Value, other: Value) -> Value:
     """Returns `value`, which equals `other`, with the derivatives of `other`, to all orders."""
     # A ``jax.custom_jvp`` function loses second derivatives: JAX drops its rule after one use.
     return follow_p.bind(value, other)
@@ -169,7 +169,7 @@ def _jvp(primals: Values, tangents: Values) -> tuple[Any, Any]:
     return follow_p.bind(*primals), tangents[1]
 
 
-def _transpose(cotangent: Any, value: Value, other: Any) -> list[Any]:
+def _transpose(cotangent: Value, value: Value, other: Value) -> list[Any]:
     # In a derivative only `other` is linear, as `value` has no tangent. Both are where a program
     # is transposed that was not differentiated before (`jax.linear_transpose`).
     return [ad.Zero(value.aval) if ad.is_undefined_primal(value) else None, cotangent]

@@ -29,7 +29,7 @@ from batchax.execution.eager import jitted
 from batchax.execution.progress import Steps
 from batchax.execution.slices import blank, entry_of, part_of, put_entry, put_part
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.types import ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, match_axis
 from batchax.kernel.inner import batch_function, inline_jaxpr, staging_lanes
 from batchax.kernel.named_axes import any_uses_axis
@@ -94,7 +94,7 @@ def run_steps(
         for x, a in zip(xs, program.in_axes, strict=True)
     ]
 
-    def step(carry: Any, x: Any) -> Any:
+    def step(carry: Tree, x: Tree) -> tuple[Tree, Tree]:
         index, entries = x
         return _one(program, consts, xs, _begin(program, index, carry), entries)
 
@@ -207,12 +207,12 @@ def _operations(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> li
         pairs = zip(xs, program.in_axes, strict=True)
         return [None if a is None else get(x, a) for x, a in pairs]
 
-    def step(carry: Any, arrays: Values, at: Value) -> Any:
+    def step(carry: Tree, arrays: Values, at: Value) -> tuple[Tree, Tree]:
         carry, ys = run(carry, parts_of(lambda x, a: entry_of(x, at, a)))
         written = zip(arrays, ys, axes, strict=True)
         return carry, [put_entry(x, y, at, a) for x, y, a in written]
 
-    def block(carry: Any, arrays: Values, at: Value, width: int) -> Any:
+    def block(carry: Tree, arrays: Values, at: Value, width: int) -> tuple[Tree, Tree]:
         parts = parts_of(lambda x, a: jnp.moveaxis(part_of(x, at, a, width), a, 0))
         carry, ys = lax.scan(run, carry, parts, length=width, reverse=program.reverse)
         written = zip(arrays, ys, axes, strict=True)
@@ -250,7 +250,7 @@ def _compute(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> list[
     return jitted((program, "in place"), run)(*operands)
 
 
-def _types(*avals: Any, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
+def _types(*avals: Aval, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
     carry, ys = parts(body.out_avals, program.n_carry)
     axes = zip(ys, program.out_axes, strict=True)
     return [*carry, *(unmapped_aval(program.steps.most, a, y) for y, a in axes)]
@@ -354,7 +354,7 @@ def _run(
             return list(arrays)
         return [lax.rev(x, [a]) for x, a in zip(arrays, axes, strict=True)]
 
-    def test(consts: Values, carry: Values) -> Any:
+    def test(consts: Values, carry: Values) -> Value:
         return inline_jaxpr(loop.test, [*consts, *carry])[0]
 
     def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
@@ -380,8 +380,8 @@ def _run(
 
 
 def run_until(
-    test: Any,
-    body: Any,
+    test: ClosedJaxpr,
+    body: ClosedJaxpr,
     carry: Values,
     xs: Values,
     in_axes: tuple[Position, ...],

@@ -19,7 +19,7 @@ from batchax.frontend.in_axes import spread_in_axes, without_objects
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.error_format import spoken
 from batchax.jaxprs.own_primitives import shown
-from batchax.jaxprs.types import Aval, AxesTree, Eqn, Value, Values
+from batchax.jaxprs.types import Aval, AxesTree, Eqn, Tree, Value, Values
 from batchax.nonfinite.origins import (
     FIRST_LOOP,
     KIND,
@@ -178,7 +178,7 @@ def check_fits(
     fun: Callable[..., Any],
     in_axes: AxesTree,
     options: dict[str, Any],
-    args: Any,
+    args: tuple[Tree, ...],
     kwargs: dict[str, Any],
 ) -> None:
     """Stages a call, so that `vmap` raises its errors for what does not fit."""
@@ -190,7 +190,7 @@ def find(
     fun: Callable[..., Any],
     in_axes: AxesTree,
     options: dict[str, Any],
-    args: Any,
+    args: tuple[Tree, ...],
     kwargs: dict[str, Any],
     lengths_known: bool = True,
 ) -> NonFinite:
@@ -248,7 +248,7 @@ def _compiled(
         and ((m and isinstance(x, (jax.Array, np.ndarray))) or _may_be_bad(x))
     }
 
-    def of_arrays(*xs: Value) -> Any:
+    def of_arrays(*xs: Value) -> Tree:
         given = dict(zip(arrays, xs, strict=True))
         return run(structure.unflatten([given.get(i, x) for i, x in enumerate(flat)]))
 
@@ -306,7 +306,12 @@ class Program:
 class _Marking(Program):
     """Is a function of one example that returns origins, of the leaves of its arguments."""
 
-    def __init__(self, fun: Callable[..., Any], paths: Sequence[str], rebuild: Any) -> None:
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        paths: Sequence[str],
+        rebuild: Callable[[Values], tuple[tuple[Tree, ...], dict[str, Tree]]],
+    ) -> None:
         super().__init__(Places(), [], [])
         self._fun, self._paths, self._rebuild = fun, paths, rebuild
 
@@ -332,7 +337,7 @@ class _Marking(Program):
 
         blank = blank_view(self.places.place(place).eqn)
 
-        def seen(iterations: Any, values: Values) -> list[Any]:
+        def seen(iterations: Value, values: Values) -> list[Any]:
             return self._evaluated(values, Places(), Watch(place, iterations), blank)[0].seen
 
         return seen
@@ -347,7 +352,7 @@ class _Marking(Program):
         flat, structure = jax.tree_util.tree_flatten_with_path(list(values))
         arrays = {i: x for i, (_, x) in enumerate(flat) if isinstance(x, Tracer) or _may_be_bad(x)}
 
-        def of_arrays(*xs: Value) -> Any:
+        def of_arrays(*xs: Value) -> Tree:
             given = dict(zip(arrays, xs, strict=True))
             filled = [given.get(i, x) for i, (_, x) in enumerate(flat)]
             args, kwargs = self._rebuild(structure.unflatten(filled))
@@ -385,7 +390,7 @@ def _shown(aval: Aval, x: np.ndarray) -> str:
 
 def find_whole(
     fun: Callable[..., Any],
-    args: Any,
+    args: tuple[Tree, ...],
     kwargs: dict[str, Any],
     names: Sequence[str],
     lengths_known: bool,

@@ -20,10 +20,10 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
-from batchax.jaxprs.bodies import bodies_of, control_flow, is_rebuilt
+from batchax.jaxprs.bodies import Body, bodies_of, control_flow, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import Eqn, Jaxpr, Tree, Value, Values
 
 FINITE, INFINITE, NAN = 0, 1, 2
 KIND, PLACE, TURNED, FIRST_LOOP = 0, 1, 2, 3
@@ -100,7 +100,7 @@ def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(f"uint{8 * dtype.itemsize}")
 
 
-def kind_of(x: Value) -> Any:
+def kind_of(x: Value) -> Value:
     """Says whether a value has a NaN, else an infinity, or all of it is finite."""
     return _kinds(_worst(x))
 
@@ -110,7 +110,7 @@ def has_elements(x: Value) -> bool:
     return all(isinstance(n, int) and n > 0 for n in x.shape)
 
 
-def nowhere(depth: int, lanes: Lanes | None = None) -> Any:
+def nowhere(depth: int, lanes: Lanes | None = None) -> Value:
     """Returns the origin of what is finite, in a program with loops nested so deep."""
     shape = () if lanes is None else (lanes.size,)
     return jnp.zeros((*shape, FIRST_LOOP + depth), np.int32)
@@ -132,7 +132,7 @@ def find_origins(links: Iterable[Link], depth: int, lanes: Lanes | None = None) 
     at = {x: k for k, x in enumerate([*made, *roots, *joints])}
     every = made, roots, joints, links_left
 
-    def find(worsts: list[list[Any]], origins: list[Any]) -> Any:
+    def find(worsts: list[list[Any]], origins: list[Any]) -> Value:
         return _found(every, at, depth, _lengths(order), worsts, origins)
 
     worsts = [[x.worst for x in alike] for alike in by_type.values()]
@@ -148,7 +148,7 @@ def _found(
     lengths: dict[Link, int],
     worsts: list[list[Any]],
     origins: list[Any],
-) -> Any:
+) -> Value:
     """Returns the origins of the requested links."""
     made, roots, joints, links_left = every
     kinds = [_kinds(jnp.stack(alike)) for alike in worsts]
@@ -218,14 +218,14 @@ def _blamed(order: Sequence[Link], at: dict[Link, int], kind: Value) -> tuple[An
     return jnp.where(has_parent, chosen, np.arange(len(order))), has_parent
 
 
-def _kinds(worst: Value) -> Any:
+def _kinds(worst: Value) -> Value:
     bits = worst.dtype
     infinity = np.array(np.inf, f"float{8 * bits.itemsize}").view(bits) << bits.type(1)
     kind = jnp.where(worst > infinity, NAN, jnp.where(worst == infinity, INFINITE, FINITE))
     return kind.astype(np.int32)
 
 
-def _row(x: Link, depth: int) -> Any:
+def _row(x: Link, depth: int) -> Value:
     """Returns the origin of what was made at a link's place. Its kind is entered later."""
     rest = [-1] * (depth - len(x.iterations))
     entries = [0, x.number, 0, *x.iterations, *rest]
@@ -330,7 +330,7 @@ class Evaluator:
 
     def run(
         self,
-        program: Any,
+        program: Jaxpr,
         consts: Sequence[Marked],
         args: Sequence[Marked],
         iterations: tuple[Any, ...] = (),
@@ -368,7 +368,7 @@ class Evaluator:
         return self._watch is None and _may_be_bad(x)
 
     @property
-    def nowhere(self) -> Any:
+    def nowhere(self) -> Value:
         """Returns the origin of what is finite."""
         return nowhere(self._depth, self._lanes)
 
@@ -440,7 +440,7 @@ class Evaluator:
         self.whole(operands)  # once, for all that the loop is given
         of_sliced = self.whole(sliced)
 
-        def step(state: Any, parts: Any) -> tuple[Any, Any]:
+        def step(state: Tree, parts: Tree) -> tuple[Any, Any]:
             count, values, origins, seen = state
             inner = self._inside(eqn, seen)
             # A reversed scan counts its steps from the last one.
@@ -463,7 +463,7 @@ class Evaluator:
         firsts = [None if m is None or not length else _worst_of(m) for m in marks]
         return [*map(_whole, last, origins), *map(_whole, ys, firsts)]
 
-    def _part(self, x: Value, origin: Any) -> Marked:
+    def _part(self, x: Value, origin: Value | None) -> Marked:
         """Marks what a step takes of a value, whose own parts may be finite."""
         if origin is None:
             return Marked(x)
@@ -479,10 +479,10 @@ class Evaluator:
         carry = [operands[i] for i in body.carry_operands]
         self.whole(operands)
 
-        def go_on(state: Any) -> Any:
+        def go_on(state: Tree) -> Value:
             return eval_jaxpr(of_test.jaxpr, of_test.consts, *fixed, *state[1])[0]
 
-        def step(state: Any) -> Any:
+        def step(state: Tree) -> Tree:
             count, values, origins, seen = state
             inner = self._inside(eqn, seen)
             args = [*same, *map(_whole, values, origins)]
@@ -499,10 +499,10 @@ class Evaluator:
         index, *others = operands
         origins = self.whole(others)
 
-        def branch(body: Any) -> Any:
+        def branch(body: Body) -> Callable[..., Tree]:
             program = _compat.close(body.program)
 
-            def run(values: Any, origins: Any, seen: Any) -> Any:
+            def run(values: Values, origins: Values, seen: Values) -> Tree:
                 inner = self._inside(eqn, seen)
                 args = list(map(_whole, values, origins))
                 outs = inner.run(program.jaxpr, _plain(program.consts), args, iterations)
@@ -530,7 +530,7 @@ def _whole(x: Value, origin: Value | None) -> Marked:
     return Marked(x, None if origin is None else Link(None, origin=origin))
 
 
-def _worst_of(origins: Any) -> Any:
+def _worst_of(origins: Value) -> Value:
     """Returns the first of the worst origins of the parts of a value."""
     first = jnp.argmax(origins[..., KIND : KIND + 1], 0, keepdims=True)
     return jnp.take_along_axis(origins, first, 0)[0]
@@ -566,7 +566,7 @@ def blank_view(eqn: Eqn, watch: Watch | None = None) -> list[Any]:
     return [jnp.zeros_like(_view(jnp.zeros((), t.dtype), t.shape)) for t in types]
 
 
-def _view(x: Value, shape: tuple[int, ...] | None = None) -> Any:
+def _view(x: Value, shape: tuple[int, ...] | None = None) -> Value:
     """Returns a value of few elements; of others counts of NaN and infinity, and the range."""
     shape = jnp.shape(x) if shape is None else shape
     if all(isinstance(n, int) for n in shape) and np.prod(shape) <= _SHOWN:

@@ -64,7 +64,7 @@ def placed(shards: Shards, paths: Sequence[str], args: Values, positions: Positi
     return [_placed(shards, x, position) for x, position in zip(args, positions, strict=True)]
 
 
-def _placed(shards: Shards, x: Value, position: Position) -> Any:
+def _placed(shards: Shards, x: Value, position: Position) -> Value:
     if isinstance(x, np.ndarray) and in_jit():
         x = jnp.asarray(x)
     # Inside `jit`, or for a mesh without devices, placement is part of the program.
@@ -77,7 +77,7 @@ def _placed(shards: Shards, x: Value, position: Position) -> Any:
     return _from_host(shards, x, position)
 
 
-def _put_in_program(shards: Shards, x: Value, position: Position) -> Any:
+def _put_in_program(shards: Shards, x: Value, position: Position) -> Value:
     types = dict(zip(shards.mesh.axis_names, shards.mesh.axis_types, strict=True))
     if any(types[name] == AxisType.Explicit for name in shards.names):
         spec = _with_other_axes(shards, x, position)
@@ -89,7 +89,7 @@ def _put_in_program(shards: Shards, x: Value, position: Position) -> Any:
     return x if position is None else _filled_up_anywhere(shards, x, position)
 
 
-def _sent(shards: Shards, x: jax.Array, position: Position) -> Any:
+def _sent(shards: Shards, x: jax.Array, position: Position) -> Value:
     sharding = NamedSharding(shards.mesh, _with_other_axes(shards, x, position))
     x = _filled_up(shards, x, position)
     if isinstance(x, Tracer) or x.is_fully_addressable:
@@ -108,7 +108,7 @@ def _from_host(shards: Shards, x: Value, position: Position) -> jax.Array:
     if position is not None:
         shape[position] = len(shards.slots)
 
-    def held(index: Any) -> Any:
+    def held(index: Any) -> Value:
         if position is not None:
             lanes = shards.slots[index[position]] - first
             # A slice of NumPy is a view, and an array of indices would copy.
@@ -120,17 +120,17 @@ def _from_host(shards: Shards, x: Value, position: Position) -> jax.Array:
     return jax.make_array_from_callback(tuple(shape), sharding, held, dtype=jax.typeof(x).dtype)
 
 
-def _filled_up(shards: Shards, x: Value, position: Position) -> Any:
+def _filled_up(shards: Shards, x: Value, position: Position) -> Value:
     return x if position is None else shards.filled_up(x, position)
 
 
-def puts_traced(mesh: Any) -> bool:
+def puts_traced(mesh: Mesh | AbstractMesh) -> bool:
     """Returns whether traced values are moved to the devices of a mesh as other values are."""
     # Inside `jit`, XLA does that. JAX cannot move values from one process to others.
     return not (isinstance(mesh, AbstractMesh) or of_several_processes(mesh) or in_jit())
 
 
-def put_traced(shards: Shards, x: Value, position: Position, value: Value) -> Any:
+def put_traced(shards: Shards, x: Value, position: Position, value: Value) -> Value:
     """Moves an array that is differentiated to the mesh.
 
     `value` is what is known of its placement, or None.
@@ -150,7 +150,7 @@ def put_traced(shards: Shards, x: Value, position: Position, value: Value) -> An
         return jax.device_put(x, NamedSharding(shards.mesh, PartitionSpec()), src=source)
 
 
-def _filled_up_anywhere(shards: Shards, x: Value, position: int) -> Any:
+def _filled_up_anywhere(shards: Shards, x: Value, position: int) -> Value:
     """Fills up a traced array with lanes that repeat the last one."""
     filled = shards.filled_up(x, position)
     types = shards.mesh.axis_types
@@ -208,7 +208,7 @@ def combined(
     return of_states(kinds, of_all, lambda spec, places: spec.folded(of_all[places]))
 
 
-def _combined(shards: Shards, kind: Result, x: Value) -> Any:
+def _combined(shards: Shards, kind: Result, x: Value) -> Value:
     match kind:
         case Sum():
             return shards.summed(x)
@@ -223,10 +223,10 @@ def _combined(shards: Shards, kind: Result, x: Value) -> Any:
 def _summed(shards: Shards, xs: Values) -> Sequence[Any]:
     """Sums over shards, for results that each shard returns."""
 
-    def ahead(_: Any, xs: Values) -> list[Any]:
+    def ahead(_: Values, xs: Values) -> list[Any]:
         return list(shards.summed(tuple(xs)))
 
-    def back(_: Any, shares: Sequence[Any]) -> list[Any]:
+    def back(_: Values, shares: Sequence[Any]) -> list[Any]:
         # JAX gives each shard an equal share of the cotangent of such a result. The transpose of
         # ``lax.psum`` would add the shares with an all-reduce; multiplying one is enough.
         return [x * np.asarray(shards.count, x.dtype) for x in shares]
@@ -239,7 +239,7 @@ def _summed(shards: Shards, xs: Values) -> Sequence[Any]:
     return linear_with_transpose(ahead, back, [], xs, key) if xs else []
 
 
-def _extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
+def _extreme(shards: Shards, kind: Extreme, x: Value) -> Value:
     """Computes the extreme over shards, NaN if one of them has NaN."""
     # Devices have no all-reduce for the extreme of booleans or complex numbers: they are gathered.
     truth_or_complex = x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating)
@@ -248,7 +248,7 @@ def _extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
     exchange, missing = (lax.pmax, 1) if kind.kind == "max" else (lax.pmin, -1)
 
     @jax.custom_jvp
-    def extreme(x: Value) -> Any:
+    def extreme(x: Value) -> Value:
         if not is_inexact(x):
             return exchange(x, shards.names)
         wide = x.astype(accumulator(x.dtype))
@@ -259,7 +259,7 @@ def _extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
         return jnp.where(marks != 0, np.nan, number).astype(x.dtype)
 
     @extreme.defjvp
-    def _(primals: Values, tangents: Values) -> Any:
+    def _(primals: Values, tangents: Values) -> tuple[Value, Value]:
         # Ties are only known if the values of all shards are in one array: the compiler may
         # recompute what it compares, with another last bit.
         return jax.jvp(functools.partial(_gathered_extreme, shards, kind), primals, tangents)
@@ -267,7 +267,7 @@ def _extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
     return extreme(x)
 
 
-def _gathered_extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
+def _gathered_extreme(shards: Shards, kind: Extreme, x: Value) -> Value:
     return of_only_chunk(shards.gathered(x[None], 0), replace(kind, axis=0))
 
 
@@ -286,7 +286,7 @@ class OnMesh:
         check_spans(mesh)
         return mesh, self.names or tuple(mesh.axis_names)
 
-    def shards(self, lanes: Any, values: Values, own: Sequence[range] = ()) -> Shards | None:
+    def shards(self, lanes: object, values: Values, own: Sequence[range] = ()) -> Shards | None:
         """Returns how so many lanes are sharded; None for no lanes.
 
         `own` are the lanes of each process, if rows are local. Raises UnsupportedError for a
@@ -336,7 +336,7 @@ class OnMesh:
         )
 
 
-def _in_words(mesh: Any) -> str:
+def _in_words(mesh: Mesh | AbstractMesh) -> str:
     axes = " and ".join(f"{name!r} of size {size}" for name, size in mesh.shape.items())
     return f"the axis {axes}" if len(mesh.shape) == 1 else f"the axes {axes}"
 

@@ -12,21 +12,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from batchax.cache import cached
 from batchax.errors import AxisError, UnsupportedError
 from batchax.execution.devices import meetings
 from batchax.frontend.arguments import LocalRows, Mapped, MappedRows, OwnRows
-from batchax.jaxprs.types import Value
+from batchax.jaxprs.types import Tree, Value
 from batchax.kernel.debug_nans import in_jit
 
 
-def of_several_processes(mesh: Any) -> bool:
+def of_several_processes(mesh: Mesh | AbstractMesh) -> bool:
     return jax.process_count() > 1 and (isinstance(mesh, AbstractMesh) or mesh.is_multi_process)
 
 
-def check_spans(mesh: Any) -> None:
+def check_spans(mesh: Mesh | AbstractMesh) -> None:
     """Rejects a mesh of some of the processes, which would wait for the others."""
     count = jax.process_count()
     if count == 1 or isinstance(mesh, AbstractMesh):
@@ -65,15 +65,15 @@ def _by_process() -> tuple[NamedSharding, NamedSharding]:
     return NamedSharding(mesh, PartitionSpec("processes")), NamedSharding(mesh, PartitionSpec())
 
 
-def put_by_program(x: Value, sharding: Any) -> Any:
+def put_by_program(x: Value, sharding: Sharding) -> jax.Array:
     return jax.jit(_same, out_shardings=sharding)(x)
 
 
-def _same(x: Value) -> Any:
+def _same(x: Value) -> Value:
     return x
 
 
-def own_rows(mesh: Any, mapped: Sequence[Mapped]) -> list[int]:
+def own_rows(mesh: Mesh | AbstractMesh, mapped: Sequence[Mapped]) -> list[int]:
     """Returns the number of local rows of this process, for the others.
 
     It is -1 if arguments disagree, which other processes must learn, too, and empty without local
@@ -131,7 +131,7 @@ def _local(mapped: Sequence[Mapped]) -> list[tuple[Mapped, LocalRows, int]]:
     return [(m, m.value, m.axis) for m in mapped if isinstance(m, OwnRows) and m.axis is not None]
 
 
-def on_own_devices(mesh: Any, names: Sequence[Any], own: Sequence[range]) -> tuple[range, ...]:
+def on_own_devices(mesh: Mesh, names: Sequence[Any], own: Sequence[range]) -> tuple[range, ...]:
     """Returns the lanes of each shard: each process shards its rows over its own devices.
 
     Raises UnsupportedError if a shard has devices of several processes.
@@ -188,9 +188,9 @@ def _with(x: np.ndarray, axis: int, size: int) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def call_of_all(
-    mesh: Any,
+    mesh: Mesh | AbstractMesh,
     fun: Callable[..., Any],
-    arguments: Any,
+    arguments: Tree,
     mapped: Sequence[Mapped],
     options: Mapping[str, Any],
 ) -> Iterator[tuple[list[Mapped], list[range]]]:
@@ -218,7 +218,7 @@ def call_of_all(
         yield lanes_of_processes(mapped, of_all, together.process)
 
 
-def _types(arguments: Any, local: Mapping[int, Any]) -> Iterator[str]:
+def _types(arguments: Tree, local: Mapping[int, Any]) -> Iterator[str]:
     """Yields a line for each leaf. Local rows, by id, may differ in number between processes."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(arguments)
     for (kind, *path), x in leaves:

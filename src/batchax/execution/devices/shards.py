@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import with_inside
-from batchax.jaxprs.types import ClosedJaxpr, Jaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Jaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, inserted
 
 T = TypeVar("T")
@@ -76,16 +76,16 @@ class Shards:
         """Returns the number of repeated lanes on the shard that has most of them."""
         return self.each - min(map(len, self.of_each))
 
-    def own_lanes(self) -> Any:
+    def own_lanes(self) -> Value:
         """Returns the first lane of this shard, and that after its last, inside ``shard_map``."""
         ends = jnp.asarray([(r.start, r.stop) for r in self.of_each], np.int32)
         return lax.dynamic_index_in_dim(ends, lax.axis_index(self.names), keepdims=False)
 
-    def filled_up(self, x: Value, axis: int) -> Any:
+    def filled_up(self, x: Value, axis: int) -> Value:
         """Maps all lanes along `axis` to the slots of all shards."""
         return _taken(x, self.slots, axis)
 
-    def without_repeated(self, x: Value, axis: int) -> Any:
+    def without_repeated(self, x: Value, axis: int) -> Value:
         if self.repeated and is_sharded(x, axis):  # such types allow shards of one size only
             x = with_whole_axis(x, axis)
         places = np.empty(self.lanes, int)
@@ -93,17 +93,17 @@ class Shards:
             places[lanes] = i * self.each + np.arange(len(lanes))
         return _taken(x, places, axis)
 
-    def part_of_this(self, x: Value, axis: int) -> Any:
+    def part_of_this(self, x: Value, axis: int) -> Value:
         """Slices this shard's part of the result of `filled_up`, inside ``shard_map``."""
         first = lax.axis_index(self.names) * np.int32(self.each)
         return lax.dynamic_slice_in_dim(x, first, self.each, axis)
 
-    def gathered(self, x: Value, axis: int) -> Any:
+    def gathered(self, x: Value, axis: int) -> Value:
         """Gathers the lanes of all shards, inside ``shard_map``."""
         exchange = functools.partial(lax.all_gather, axis_name=self.names, axis=axis, tiled=True)
         return in_parts(exchange, x)
 
-    def summed(self, xs: Any) -> Any:
+    def summed(self, xs: Tree) -> Tree:
         """Sums the arrays of a pytree over all shards, inside ``shard_map``."""
         return in_parts(lambda xs: lax.psum(xs, self.names), xs)
 
@@ -114,7 +114,7 @@ class Shards:
         return PartitionSpec(*inserted((None,) * position, position, self.names))
 
 
-def in_parts(exchange: Callable[[Any], Any], xs: Any) -> Any:
+def in_parts(exchange: Callable[[Any], Any], xs: Tree) -> Tree:
     """Applies a linear collective to a pytree, with complex arrays as two real ones."""
     # XLA for CPUs crashes when it compiles an all-reduce or reduce-scatter (the transpose of an
     # all-gather) of a complex number broadcast to an array (JAX 0.10.2 to 0.12.0).
@@ -122,11 +122,11 @@ def in_parts(exchange: Callable[[Any], Any], xs: Any) -> Any:
     return structure.unflatten(map(_joined, exchange([_split(x) for x in leaves])))
 
 
-def _split(x: Value) -> Any:
+def _split(x: Value) -> Value | tuple[Value, Value]:
     return (jnp.real(x), jnp.imag(x)) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
-def _joined(x: Value) -> Any:
+def _joined(x: Value) -> Value:
     return lax.complex(*x) if isinstance(x, tuple) else x
 
 
@@ -153,7 +153,7 @@ def check_callbacks(shards: Shards, jaxpr: Jaxpr) -> None:
 def with_shared_in_parts(staged: ClosedJaxpr) -> ClosedJaxpr:
     """Passes traced complex constants into ``shard_map`` as two real arrays."""
 
-    def entered(x: Value) -> Any:
+    def entered(x: Value) -> Value:
         if not isinstance(x, Tracer):
             return x
         around = jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh)
@@ -166,7 +166,7 @@ def with_shared_in_parts(staged: ClosedJaxpr) -> ClosedJaxpr:
     return _compat.close(staged.jaxpr, list(map(entered, staged.consts)))
 
 
-def _taken(x: Value, indices: np.ndarray, axis: int) -> Any:
+def _taken(x: Value, indices: np.ndarray, axis: int) -> Value:
     """Takes `x` at these places along `axis`, by slices of consecutive runs."""
     if np.array_equal(indices, np.arange(x.shape[axis])):
         return x
@@ -189,7 +189,7 @@ def is_sharded(x: Value, axis: int) -> bool:
     return axis < len(spec) and spec[axis] is not None
 
 
-def with_whole_axis(x: Value, position: int) -> Any:
+def with_whole_axis(x: Value, position: int) -> Value:
     sharding: Any = jax.typeof(x).sharding
     spec = [None if d == position else entry for d, entry in enumerate(sharding.spec)]
     return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*spec)))
@@ -250,7 +250,7 @@ def _find_shards(axis: Axis, args: Values, positions: Positions) -> Shards | Non
     for x, position in zip(args, positions, strict=True):
         sharding = sharding_of(x)
         if names := _shards(sharding, position):
-            assert sharding is not None
+            assert isinstance(sharding, NamedSharding)
             return _counted(sharding.mesh, names, axis.size)
     if axis.spmd_name is not None:
         mesh = jax.sharding.get_abstract_mesh()
@@ -260,19 +260,19 @@ def _find_shards(axis: Axis, args: Values, positions: Positions) -> Shards | Non
     return None
 
 
-def sharding_of(x: Value) -> Any:
+def sharding_of(x: Value) -> Sharding | None:
     """Returns the sharding of an array, if known: of a traced one, that in its type."""
     return getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None)
 
 
-def _shards(sharding: Any, position: Position) -> tuple[Any, ...]:
+def _shards(sharding: Sharding | None, position: Position) -> tuple[Any, ...]:
     if position is None or not isinstance(sharding, NamedSharding):
         return ()
     entry = sharding.spec[position] if position < len(sharding.spec) else None
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-def _counted(mesh: Any, names: tuple[Any, ...], size: int) -> Shards | None:
+def _counted(mesh: Mesh | AbstractMesh, names: tuple[Any, ...], size: int) -> Shards | None:
     shards = Shards(mesh, names, size)
     # Where types name the mesh (axes of type Explicit), slices and results of a chunk would not
     # have one type, even with a single device.
@@ -315,7 +315,7 @@ def lanes_for_all(
     return math.lcm(*parts), list(args)
 
 
-def typed_mesh(x: Value) -> Any:
+def typed_mesh(x: Value) -> Mesh | AbstractMesh | None:
     mesh = getattr(sharding_of(x), "mesh", None)
     return mesh if AxisType.Explicit in getattr(mesh, "axis_types", ()) else None
 
