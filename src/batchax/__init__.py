@@ -132,7 +132,7 @@ def __getattr__(name: str) -> Any:
 class _Package(ModuleType):
     """This module, in which `batchax.map` stays the function when the module of it is imported."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if not (name in _LATER and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

@@ -23,10 +23,11 @@ from batchax.frontend.in_axes import SpecifiedLeaf, anew, spread_specs
 from batchax.frontend.options import OF_RANKS, check_small_matrices, wraps
 from batchax.frontend.outputs import flatten_arrays, is_array
 from batchax.jaxprs.error_format import name_of, show
-from batchax.jaxprs.types import Value, Values
+from batchax.jaxprs.types import Tree, Value, Values
 from batchax.ranks.declared import (
     Core,
     CoreSizes,
+    RankTree,
     annotated_ranks,
     as_cores,
     is_rank,
@@ -52,7 +53,7 @@ class _Decorator(Protocol):
 def auto_vmap(fun: Callable[P, Out], /) -> Batched[P, Out, Any]: ...
 @overload
 def auto_vmap(  # pyright: ignore[reportOverlappingOverload] - a rank may be of many types
-    *ranks: Any,
+    *ranks: RankTree,
     batch_size: int | Literal["auto"] | None = None,
     memory_limit: int | str | None = None,
     residuals: Literal["recompute", "keep"] = "recompute",
@@ -61,7 +62,7 @@ def auto_vmap(  # pyright: ignore[reportOverlappingOverload] - a rank may be of 
     **named: Any,
 ) -> _Decorator: ...
 @_compat.api_boundary
-def auto_vmap(*ranks: Any, **named: Any) -> Any:
+def auto_vmap(*ranks: RankTree, **named: Any) -> Callable[..., Any]:
     """Maps a function of known ranks over any leading batch dimensions, as NumPy's functions do.
 
     Example:
@@ -172,7 +173,7 @@ def _decorate(fun: Callable[..., Any], declared: _Declared) -> Callable[..., Any
 
     @wraps(fun)
     @_compat.api_boundary
-    def batched(*args: Any, **kwargs: Any) -> Any:
+    def batched(*args: Tree, **kwargs: Tree) -> Tree:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -181,9 +182,9 @@ def _decorate(fun: Callable[..., Any], declared: _Declared) -> Callable[..., Any
         sizes = CoreSizes()
         check_cores(call.arguments, sizes)
 
-        def of_all(apart: bool) -> Any:
+        def of_all(apart: bool) -> Tree:
             @wraps(fun)
-            def one_example(*values: Any) -> tuple[list[Any], Any]:
+            def one_example(*values: Value) -> tuple[list[Any], Any]:
                 args, kwargs = call.rebuild(values)
                 out = fun(*args, **kwargs)
                 leaves, structure = flatten_arrays(out, containers=True)
@@ -284,7 +285,7 @@ class _Call:
             else:
                 self._rebuilds[name] = self._add(name, value, specs.get(name))
 
-    def _add(self, path: str, value: Value, spec: Any) -> Callable[[Iterator[Any]], Any]:
+    def _add(self, path: str, value: Value, spec: RankTree) -> Callable[[Iterator[Any]], Any]:
         if spec is None or value is None:
             return lambda _: anew(value)
         what = "a tree of ranks"
@@ -317,7 +318,7 @@ def _is_numbers(x: Value) -> bool:
     return all(isinstance(e, (bool, int, float, complex, np.generic)) or _is_numbers(e) for e in x)
 
 
-def _as_array(leaf: SpecifiedLeaf) -> Any:
+def _as_array(leaf: SpecifiedLeaf) -> Value:
     path, value = leaf.path, leaf.value
     if isinstance(value, Ragged):
         return value
@@ -340,7 +341,7 @@ def _as_array(leaf: SpecifiedLeaf) -> Any:
     return value
 
 
-def _check_outputs(name: str, out: Any, declared: Sequence[Core], sizes: CoreSizes) -> None:
+def _check_outputs(name: str, out: Tree, declared: Sequence[Core], sizes: CoreSizes) -> None:
     """Raises an error for outputs of one example that differ from the signature."""
     outs = [out] if len(declared) == 1 and not isinstance(out, (tuple, list)) else out
     if not isinstance(outs, (tuple, list)) or len(outs) != len(declared):

@@ -96,7 +96,9 @@ def _any_size(program: ClosedJaxpr) -> Any:
     return size
 
 
-def _positions(what: str, given: Any, avals: Sequence[Aval], others: Sequence[Any]) -> list[Any]:
+def _positions(
+    what: str, given: AxesTree, avals: Sequence[Aval], others: Sequence[Any]
+) -> list[Any]:
     """A non-negative position, or one of `others`, for each value."""
     is_other = lambda x: any(x is other for other in others)
     shown = ", ".join(map(repr, others))

@@ -50,7 +50,7 @@ class Cache:
             _all.add(self)
         _compat.empty_with_caches(self)
 
-    def get(self, key: Hashable, build: Callable[[], Any], owner: Any = None) -> Any:
+    def get(self, key: Hashable, build: Callable[[], Any], owner: object = None) -> Any:
         """What `build` returns, built only if there is nothing for `key` yet.
 
         Args:
@@ -71,7 +71,7 @@ class Cache:
                     self._forget_oldest()
         return entry.value
 
-    def find(self, key: Hashable, owner: Any = None) -> Any:
+    def find(self, key: Hashable, owner: object = None) -> Any:
         """What there is for `key`; None if there is nothing."""
         entry = self._find(id(owner), key)
         return None if entry is None else entry.value
@@ -97,7 +97,7 @@ class Cache:
     def __len__(self) -> int:
         return self._count
 
-    def _of(self, owner: Any) -> dict[Hashable, _Kept]:
+    def _of(self, owner: object) -> dict[Hashable, _Kept]:
         """What is remembered for an owner."""
         number = id(owner)
         if owner is not None and number not in self._owners:
@@ -105,7 +105,7 @@ class Cache:
             self._owners[number] = weakref.ref(owner, gone)
         return self._known.setdefault(number, {})
 
-    def _owner_is_gone(self, number: int, _: Any) -> None:
+    def _owner_is_gone(self, number: int, _: object) -> None:
         # This runs anywhere, also when Python ends: nothing here compares keys, which may fail.
         with self._lock:
             freed = self._owners.pop(number, None), self._known.pop(number, {})
@@ -138,7 +138,7 @@ class _Kept:
 
     __slots__ = "last_used", "value"
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value, self.last_used = value, next(_times)
 
 
@@ -155,7 +155,7 @@ def cached(of: str, most: int) -> Callable[[F], F]:
         cache = Cache(of, most)
 
         @functools.wraps(fun)
-        def kept(*args: Any) -> Any:
+        def kept(*args: Hashable) -> Any:
             return cache.get((args, _compat.trace_context()), lambda: fun(*args))
 
         return cast(F, kept)
@@ -170,7 +170,7 @@ def cached_on(of: str) -> Callable[[F], F]:
         cache = Cache(of, most=4096)
 
         @functools.wraps(fun)
-        def kept(owner: Any, *args: Any) -> Any:
+        def kept(owner: object, *args: Hashable) -> Any:
             return cache.get(args, lambda: fun(owner, *args), owner)
 
         return cast(F, kept)

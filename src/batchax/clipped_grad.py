@@ -47,7 +47,7 @@ class ClippedSum(NamedTuple):
 @_compat.api_boundary
 def clipped_grad(
     loss: Callable[P, Any],
-    max_norm: Any,
+    max_norm: float | jax.Array,
     in_axes: Sequence[Any] | dict[str, Any] | None = None,
     *,
     argnums: int | Sequence[int] = 0,
@@ -120,7 +120,7 @@ def clipped_grad(
     vmap(loss, **options)  # raises an error for values that vmap does not take
 
     @wraps(loss)
-    def one_example(*args: Any, **kwargs: Any) -> ClippedSum:
+    def one_example(*args: Tree, **kwargs: Tree) -> ClippedSum:
         # The gradients of libraries are with respect to the first argument, and may know no other.
         of_loss = grad(loss) if argnums == 0 else grad(loss, argnums=argnums)
         gradient = of_loss(*args, **kwargs)
@@ -142,7 +142,7 @@ def clipped_grad(
 
     @wraps(loss)
     @_compat.api_boundary
-    def of_batch(*args: Any, **kwargs: Any) -> ClippedSum:
+    def of_batch(*args: Tree, **kwargs: Tree) -> ClippedSum:
         positions = [operator.index(n) for n in numbers]
         if not all(-len(args) <= n < len(args) for n in positions):
             raise ArgumentTypeError(
@@ -177,7 +177,7 @@ def clipped_grad(
     return cast(Any, of_batch)
 
 
-def _squared_norm(x: Value) -> Any:
+def _squared_norm(x: Value) -> jax.Array:
     # In this form that of a product is seen to be a product of norms
     # (`contractions/products.py`), which an `abs` between hides. The square of a number of 16 bits
     # may be too large for 16 bits.
@@ -185,7 +185,7 @@ def _squared_norm(x: Value) -> Any:
     return jnp.sum(jnp.square(jnp.abs(x) if jnp.iscomplexobj(x) else x))
 
 
-def _may_be_gradient(gradient: Any, x: Any) -> bool:
+def _may_be_gradient(gradient: Tree, x: Tree) -> bool:
     """Whether it may be one with respect to `x`, and is alone, not in a tuple with other values.
 
     The gradient of a model may have any type, so it is not checked.
@@ -216,7 +216,7 @@ def _check_differentiable(name: str, tree: Tree) -> None:
             )
 
 
-def _check_norm(max_norm: Any) -> None:
+def _check_norm(max_norm: float | jax.Array) -> None:
     """Raises an error for a norm that is not a positive number."""
     if isinstance(max_norm, Tracer):
         return

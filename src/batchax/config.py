@@ -7,6 +7,7 @@ variable, when batchax is imported. This module is below all others, so that eac
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -65,10 +66,10 @@ class Config:
                 )
             vars(self)[name] = values[given]
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: str | bool) -> None:
         self.update(name, value)
 
-    def update(self, name: str, value: Any) -> None:
+    def update(self, name: str, value: str | bool) -> None:
         """Sets a switch for the whole process.
 
         A change clears JAX's caches, as `jax.clear_caches` does: functions that were traced or
@@ -96,7 +97,7 @@ class Config:
             jax.clear_caches()  # programs that exist were made with the old value
 
 
-def _listed(values: Any) -> str:
+def _listed(values: Iterable[object]) -> str:
     return " or ".join(map(repr, values))
 
 

@@ -11,11 +11,11 @@ import jax
 from batchax import _compat
 from batchax.custom_rules.call import call, with_captured
 from batchax.custom_rules.own_derivatives import DerivativeRules, call_with_derivatives
-from batchax.custom_rules.rule import UserRule, split_arguments
+from batchax.custom_rules.rule import Arguments, UserRule, split_arguments
 from batchax.frontend.options import check_callable, wraps
 from batchax.frontend.outputs import flatten_arrays
 from batchax.jaxprs.error_format import name_of
-from batchax.jaxprs.types import Values
+from batchax.jaxprs.types import Value, Values
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -223,9 +223,9 @@ class custom_vmap(Generic[P, R]):
             return call_with_derivatives(rules, name, self._bind, arguments, operands)
         return self._bind(arguments, operands)
 
-    def _bind(self, arguments: Any, operands: Values) -> R:
+    def _bind(self, arguments: Arguments, operands: Values) -> R:
         @wraps(self.fun)  # JAX's messages name the user's function
-        def one_example(*xs: Any) -> tuple[list[Any], Any]:
+        def one_example(*xs: Value) -> tuple[list[Any], Any]:
             args, kwargs = arguments.rebuild(xs)
             out = self.fun(*args, **kwargs)  # pyright: ignore[reportCallIssue]
             return flatten_arrays(out)
@@ -252,6 +252,6 @@ class custom_vmap(Generic[P, R]):
     def _name(self) -> str:
         return name_of(self.fun)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., R]:
         """As a method: the instance is the first argument."""
         return self if instance is None else functools.partial(self, instance)

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 import jax
+from jax.tree_util import KeyPath
 
 from batchax import _compat
 from batchax.analysis import hlo
@@ -17,6 +18,7 @@ from batchax.analysis.canonical_form import canonical
 from batchax.analysis.differences import Difference, first_difference, operations
 from batchax.errors import ArgumentTypeError
 from batchax.jaxprs.error_format import brief
+from batchax.jaxprs.types import Tree
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Comparison:
 
 @_compat.api_boundary
 def same_program(
-    f: Callable[..., Any], g: Callable[..., Any], /, *args: Any, compiled: bool = False
+    f: Callable[..., Any], g: Callable[..., Any], /, *args: Tree, compiled: bool = False
 ) -> Comparison:
     """Compares the operations of two functions, and reports their first difference.
 
@@ -115,7 +117,7 @@ def same_program(
     return Comparison(difference is None, listed, difference)  # pyright: ignore
 
 
-def _of_outputs(out: Any, other: Any) -> Difference | None:
+def _of_outputs(out: Tree, other: Tree) -> Difference | None:
     """How the outputs differ in structure or type, if they do."""
     first, second = (
         {_output(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
@@ -132,11 +134,13 @@ def _of_outputs(out: Any, other: Any) -> Difference | None:
     return None if a == b else Difference(f"Their outputs differ: they return {a}, and {b}.")
 
 
-def _output(path: Any) -> str:
+def _output(path: KeyPath) -> str:
     return f"out{jax.tree_util.keystr(path)}"
 
 
-def _compare_compiled(f: Callable[..., Any], g: Callable[..., Any], args: Any) -> Comparison:
+def _compare_compiled(
+    f: Callable[..., Any], g: Callable[..., Any], args: Sequence[Tree]
+) -> Comparison:
     texts = [
         # An argument that is not used stays, so that those of both programs match.
         jax.jit(lambda *a, fun=fun: fun(*a), keep_unused=True).lower(*args).compile().as_text()

@@ -10,7 +10,7 @@ import jax
 from batchax import _compat
 from batchax.custom_vmap import custom_vmap
 from batchax.frontend.options import check_callable
-from batchax.jaxprs.types import Value
+from batchax.jaxprs.types import Tree, Value
 from batchax.kernel import recording
 from batchax.scan import scan
 
@@ -47,7 +47,9 @@ def sequential_vmap(fun: Callable[P, R]) -> custom_vmap[P, R]:
     sequential = custom_vmap(fun)
 
     @sequential.def_vmap
-    def loop_over_lanes(axis_size: int, in_batched: list[Any], *args: Any, **kwargs: Any) -> Any:
+    def loop_over_lanes(
+        axis_size: int, in_batched: list[Any], *args: Tree, **kwargs: Tree
+    ) -> tuple[Tree, bool]:
         recording.note(service="lanes", rule="sequential_vmap")
         values = [*args, *kwargs.values()]
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)

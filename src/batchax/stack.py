@@ -19,7 +19,7 @@ from batchax.jaxprs.types import Tree, Value
 
 
 @_compat.api_boundary
-def stack(trees: Sequence[Any]) -> Any:
+def stack(trees: Sequence[Any]) -> Tree:
     """Stacks a list of pytrees along a new leading axis.
 
     Example:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.stages import Compiled
 
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.containers import arrays_inside
@@ -51,7 +52,7 @@ class Staged:
                 f"{called} what vmap returned."
             )
 
-    def compile(self) -> Any:
+    def compile(self) -> Compiled:
         """The compiled program, whose operations bear the marks of their equations.
 
         It has a separate entry in JAX's cache of compiled programs on disk, which takes no notice
@@ -102,11 +103,11 @@ def with_arrays_traced(make: Callable[[Callable[[Any], bool]], T]) -> T:
         return make(_is_abstract)
 
 
-def _is_abstract(x: Any) -> bool:
+def _is_abstract(x: object) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
@@ -129,7 +130,7 @@ def _stage(
     ]
 
     @functools.wraps(batched)
-    def run(*arrays: Value) -> Any:
+    def run(*arrays: Value) -> list[Value]:
         values = [x for _, x in leaves]
         for i, x in zip(chosen, arrays, strict=True):
             values[i] = x
@@ -152,7 +153,7 @@ def _stage(
     return Staged(recorder, traced, inputs[len(inputs) - len(paths) :], paths, arrays, results)
 
 
-def _is_ragged(x: Any) -> bool:
+def _is_ragged(x: object) -> bool:
     return isinstance(x, Ragged)
 
 

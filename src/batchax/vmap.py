@@ -52,7 +52,7 @@ from batchax.frontend.outputs import (
     flatten_outputs,
 )
 from batchax.frontend.rows import find_row_options, finding_sizes, pass_of_rows
-from batchax.jaxprs.types import AxesTree, Value
+from batchax.jaxprs.types import AxesTree, Tree, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 
@@ -257,7 +257,7 @@ def vmap(
 
     @wraps(fun)
     @_compat.api_boundary
-    def batched(*args: Any, **kwargs: Any) -> Any:
+    def batched(*args: Tree, **kwargs: Tree) -> Tree:
         flat = flatten_arguments(
             fun, in_axes, args, kwargs, on_mesh=some_at_a_time or spread, spread=spread
         )
@@ -276,7 +276,7 @@ def vmap(
                 raise
             raise error from None
 
-    def batch(flat: FlatArguments, own: Sequence[range] = ()) -> Any:
+    def batch(flat: FlatArguments, own: Sequence[range] = ()) -> Tree:
         size = find_axis_size(flat.mapped, axis_size)
         values = [m.value for m in flat.mapped]
         shards = None if on_mesh is None else on_mesh.shards(size, values, own)
@@ -351,7 +351,7 @@ class VmapInside:
     alone: bool
 
 
-def find_vmap(fun: Any) -> VmapInside | None:
+def find_vmap(fun: Callable[..., Any]) -> VmapInside | None:
     """The `vmap` in what `vmap` returned, or in what `jax.jit`, `jax.grad` and the like made of it.
 
     None if there is none to be seen from outside.
@@ -378,5 +378,5 @@ def _made_by_vmap(batched: Any) -> tuple[Callable[..., Any], dict[str, Any]] | N
     return made if made is not None and made[0] is batched.__wrapped__ else None
 
 
-def _called(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _called(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tree:
     return fun(*args, **kwargs)

@@ -6,19 +6,20 @@ import gc
 import inspect
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import KeyPath
 
 from batchax import _compat
 from batchax.errors import AxisError, BatchaxError
-from batchax.frontend.in_axes import SpecifiedLeaf
+from batchax.frontend.in_axes import ArgumentPath, SpecifiedLeaf
 from batchax.jaxprs.error_format import name_of
 from batchax.jaxprs.types import Value
 from batchax.kernel.captured import of_what_is_around
@@ -32,6 +33,17 @@ _TRACED = re.compile(r"when the value leaked was (.*) traced for")
 _MADE = re.compile(r"value was created on line (\S.*)\. ?$", re.MULTILINE)
 _DERIVED = re.compile(r"wrapped in a (Linearize|JVP|Grad)Tracer")
 _TYPE = re.compile(r"with type (\S+)")
+
+
+class _Mapped(Protocol):
+    """Is an argument as messages show it; a `Mapped`, of a module above."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def value(self) -> Value: ...
+    @property
+    def axis(self) -> int | None: ...
 
 
 def escaped(name: str, message: str, place: str | None) -> str:
@@ -85,10 +97,10 @@ def _object(number: int) -> object:
     return next((x for x in gc.get_objects() if id(x) == number), None)
 
 
-def by_name(paths: Sequence[Any]) -> str:
+def by_name(paths: Sequence[str]) -> str:
     """Shows `in_axes` with None for the keyword arguments among `paths`, or returns ""."""
     # An int, a tuple or a list in ``in_axes`` does not apply to keyword arguments.
-    names = dict.fromkeys(p.argument for p in paths if getattr(p, "by_keyword", False))
+    names = dict.fromkeys(p.argument for p in paths if isinstance(p, ArgumentPath) and p.by_keyword)
     if not names:
         return ""
     entries = ", ".join(f"{name!r}: None" for name in names)
@@ -98,7 +110,7 @@ def by_name(paths: Sequence[Any]) -> str:
     )
 
 
-def advise_split_key(path: str, lanes: Any, each: str, sure: bool = True) -> str:
+def advise_split_key(path: str, lanes: int | str, each: str, sure: bool = True) -> str:
     """Says what to do with one random key where there should be one for each lane."""
     return (
         f"\n{'' if sure else 'If '}{path} is one random key: jax.random.split(key, {lanes}) makes "
@@ -116,7 +128,7 @@ def may_be_key(x: Value) -> bool:
 
 @contextmanager
 def named_in_errors(
-    fun: Any, mapped: Sequence[Any], shared: Sequence[SpecifiedLeaf], each: str
+    fun: Callable[..., Any], mapped: Sequence[_Mapped], shared: Sequence[SpecifiedLeaf], each: str
 ) -> Iterator[None]:
     """Puts advice on top of errors of a function of one example, while that runs.
 
@@ -185,7 +197,7 @@ _NO_NAME = (
 NO_SUCH_AXIS = "in_axes names an axis that the argument does not have:"
 
 
-def _batched_already(fun: Any, error: Exception) -> str:
+def _batched_already(fun: Callable[..., Any], error: Exception) -> str:
     if not str(error).startswith((NO_SUCH_AXIS, "vmap was requested to map its argument along")):
         return ""
     return (
@@ -195,7 +207,7 @@ def _batched_already(fun: Any, error: Exception) -> str:
     )
 
 
-def _rows_in_a_list(error: Exception, mapped: Sequence[Any]) -> str:
+def _rows_in_a_list(error: Exception, mapped: Sequence[_Mapped]) -> str:
     lists = [m.path.removesuffix("[0]") for m in mapped if re.fullmatch(r"\w+\[0\]", m.path)]
     if not lists or not re.search(r"'list' object|<class 'list'>", str(error)):
         return ""
@@ -271,7 +283,7 @@ _INSTEAD = {
 }
 
 
-def _what_python_needed(error: Exception, mapped: Sequence[Any], each: str) -> str:
+def _what_python_needed(error: Exception, mapped: Sequence[_Mapped], each: str) -> str:
     kind = _kind(error)
     # It names arguments as they were named where the function was staged, which may be elsewhere.
     here = _STAGED_HERE.search(str(error))
@@ -324,7 +336,7 @@ def _names(message: str, path: str) -> bool:
     return bool(re.search(r"(?<![\w.\]])" + re.escape(path) + r"(?!\w|\[|\.\w| \()", message))
 
 
-def _key_in_parts(error: Exception, mapped: Sequence[Any], each: str) -> str:
+def _key_in_parts(error: Exception, mapped: Sequence[_Mapped], each: str) -> str:
     if "PRNG key" not in str(error):
         return ""
     keys = [m for m in mapped if m.axis == 0 and may_be_key(m.value)]
@@ -338,9 +350,9 @@ SIZES_DIFFER = "The rows of these arguments may have different sizes:"
 
 
 def _shapes_of_one_example(
-    fun: Any,
+    fun: Callable[..., Any],
     error: Exception,
-    mapped: Sequence[Any],
+    mapped: Sequence[_Mapped],
     shared: Sequence[SpecifiedLeaf],
     each: str,
 ) -> str:
@@ -378,7 +390,7 @@ def _arrays_of(shared: Sequence[SpecifiedLeaf]) -> list[tuple[str, Any]]:
     ]
 
 
-def _below(path: Any, keys: Any) -> str:
+def _below(path: Any, keys: KeyPath) -> str:
     """Extends the path of an argument by the keys of a leaf."""
     return type(path)(path + jax.tree_util.keystr(keys), path.argument, path.by_keyword)
 
@@ -400,8 +412,9 @@ def _whence(path: str) -> str:
     return _whences.get().get(path, path)
 
 
-def _one_example(m: Any) -> str:
+def _one_example(m: _Mapped) -> str:
     shape = list(m.value.shape)
+    assert m.axis is not None
     del shape[m.axis]
     one = "one row" if m.path in _whences.get() else "one example"
     return f"{one} has shape {_shape(shape)} and dtype {m.value.dtype}"

@@ -60,7 +60,7 @@ class Mapped:
     given: Any = None  # the user's own, if `value` stands for it
 
     @property
-    def lanes(self) -> Any:
+    def lanes(self) -> int | None:
         """Returns how many lanes there are, if it says so."""
         return None if self.axis is None else self.value.shape[self.axis]
 
@@ -96,7 +96,7 @@ class LaneIndices(Mapped):
     typed: ClassVar[bool] = False
 
     @property
-    def lanes(self) -> Any:
+    def lanes(self) -> int | None:
         return None
 
     def with_own_axis(self: Self) -> Self:
@@ -115,7 +115,7 @@ class OwnRows(Mapped):
     typed: ClassVar[bool] = False
 
 
-def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> tuple[Any, Any]:
+def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Hashable | None) -> tuple[Any, Any]:
     """Returns the mesh axis that types of arguments say the mapped axis is sharded over, and its
     mesh. Raises AxisError if they say different things, or not what `spmd_axis_name` says.
     """
@@ -173,7 +173,7 @@ class LocalRows:
         return len(self.shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[Any]:
         return self.array.dtype
 
     def __jax_array__(self) -> NoReturn:
@@ -181,7 +181,7 @@ class LocalRows:
 
 
 @_compat.api_boundary
-def local(tree: Tree) -> Any:
+def local(tree: Tree) -> Tree:
     """Marks the rows of an argument of `vmap` as those of this process alone.
 
     Example:
@@ -276,7 +276,7 @@ def flatten_arguments(
     return FlatArguments(mapped, shared, made)
 
 
-def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANES) -> Any:
+def find_axis_size(mapped: Sequence[Mapped], axis_size: int | None, terms: Terms = LANES) -> int:
     """Returns the one size that all mapped axes have, or raises AxisError."""
     sized = [m for m in mapped if m.lanes is not None]
     if not sized:
@@ -287,7 +287,7 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
                 f"{terms.size}."
             )
         return axis_size
-    sizes = [m.lanes for m in sized]
+    sizes = [n for m in mapped if (n := m.lanes) is not None]
     if all(s == sizes[0] for s in sizes) and axis_size in (None, sizes[0]):
         return sizes[0]
     # The size that most axes have is taken to be right, and the others are marked, except in a tie.
@@ -392,13 +392,13 @@ def _hint_for_rows(sized: Sequence[Mapped]) -> str:
     return ""
 
 
-def check_untraced(purpose: str, arguments: Any) -> None:
+def check_untraced(purpose: str, arguments: Tree) -> None:
     """Raises an error for arguments without values, for what has a purpose that needs some."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
         raise ArgumentTypeError(f"{purpose}, and an argument is traced. Call it outside of jit.")
 
 
-def check_axis_size(axis_size: Any, required: bool = False, terms: Terms = LANES) -> None:
+def check_axis_size(axis_size: object, required: bool = False, terms: Terms = LANES) -> None:
     if not (_is_size(axis_size) or (axis_size is None and not required)):
         raise ArgumentTypeError(f"{terms.size} must be a non-negative int, got {show(axis_size)}.")
 
@@ -412,7 +412,7 @@ def _is_size(x: Value) -> bool:
         return False
 
 
-def mesh_axis_names(spmd_axis_name: Any) -> tuple[Hashable, ...] | None:
+def mesh_axis_names(spmd_axis_name: Hashable) -> tuple[Hashable, ...] | None:
     """Returns the names in an `spmd_axis_name`, which may be one or a tuple of them."""
     check_axis_name(spmd_axis_name, "spmd_axis_name")
     if spmd_axis_name is None or isinstance(spmd_axis_name, tuple):
@@ -420,7 +420,7 @@ def mesh_axis_names(spmd_axis_name: Any) -> tuple[Hashable, ...] | None:
     return (spmd_axis_name,)
 
 
-def check_axis_name(axis_name: Any, option: str = "axis_name") -> None:
+def check_axis_name(axis_name: object, option: str = "axis_name") -> None:
     """Raises an error, when `vmap` is called, for an axis name that nothing could look up."""
     try:
         hash(axis_name)
@@ -471,7 +471,7 @@ def _leaf_parts(
     return lambda examples: examples[index]
 
 
-def _check_rows_spec(path: str, spec: Any) -> None:
+def _check_rows_spec(path: str, spec: object) -> None:
     """Raises an error for what cannot be said of a batch of rows."""
     if is_position(spec) and spec != 0:
         raise AxisError(
@@ -513,7 +513,7 @@ def array_inside(value: Value, path: str) -> str:
     return f"Pass {path}.values, a NumPy array. " if isinstance(inside, np.ndarray) else ""
 
 
-def _as_array(value: Value, path: str, on_host: bool) -> Any:
+def _as_array(value: Value, path: str, on_host: bool) -> Value:
     """Returns an argument as an array; one of NumPy may stay `on_host`."""
     if isinstance(value, (jax.Array, Tracer)):  # a reference is no jax.Array
         return value
@@ -545,7 +545,7 @@ def _in_range(mapped: Sequence[Mapped], terms: Terms) -> list[Mapped]:
     wrong = [m for m, own in pairs if own is None]
     checked = [own for _, own in pairs if own is not None]
     if wrong:
-        sizes = {m.lanes for m in checked} - {None}
+        sizes = {n for m in checked if (n := m.lanes) is not None}
         lanes = sizes.pop() if len(sizes) == 1 else "n"
         raise AxisError(
             f"{NO_SUCH_AXIS}\n"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
+from batchax.jaxprs.types import Tree
+
 P = ParamSpec("P")
 Out = TypeVar("Out", covariant=True)
 Else = TypeVar("Else", covariant=True)
@@ -27,29 +29,38 @@ class Batched(Protocol[P, Out, Else]):
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out: ...
     @overload
-    def __call__(self: _Takes1[Else], a: Any, /) -> Else: ...
+    def __call__(self: _Takes1[Else], a: Tree, /) -> Else: ...
     @overload
-    def __call__(self: _Takes2[Else], a: Any, b: Any, /) -> Else: ...
+    def __call__(self: _Takes2[Else], a: Tree, b: Tree, /) -> Else: ...
     @overload
-    def __call__(self: _Takes3[Else], a: Any, b: Any, c: Any, /) -> Else: ...
+    def __call__(self: _Takes3[Else], a: Tree, b: Tree, c: Tree, /) -> Else: ...
     @overload
-    def __call__(self: _Takes4[Else], a: Any, b: Any, c: Any, d: Any, /) -> Else: ...
+    def __call__(self: _Takes4[Else], a: Tree, b: Tree, c: Tree, d: Tree, /) -> Else: ...
     @overload
-    def __call__(self: _Takes5[Else], a: Any, b: Any, c: Any, d: Any, e: Any, /) -> Else: ...
+    def __call__(self: _Takes5[Else], a: Tree, b: Tree, c: Tree, d: Tree, e: Tree, /) -> Else: ...
     @overload
     def __call__(
-        self: _Takes6[Else], a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, /
+        self: _Takes6[Else], a: Tree, b: Tree, c: Tree, d: Tree, e: Tree, f: Tree, /
     ) -> Else: ...
     @overload
     def __call__(
-        self: _Takes7[Else], a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, /
+        self: _Takes7[Else], a: Tree, b: Tree, c: Tree, d: Tree, e: Tree, f: Tree, g: Tree, /
     ) -> Else: ...
     @overload
     def __call__(
-        self: _Takes8[Else], a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, /
+        self: _Takes8[Else],
+        a: Tree,
+        b: Tree,
+        c: Tree,
+        d: Tree,
+        e: Tree,
+        f: Tree,
+        g: Tree,
+        h: Tree,
+        /,
     ) -> Else: ...
     # A method of a class that was batched is bound to objects, as any function is.
-    def __get__(self, instance: Any, owner: Any = None) -> Callable[..., Else]: ...
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Else]: ...
 
 
 # A function of one example that takes so many arguments by position.

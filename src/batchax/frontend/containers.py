@@ -30,7 +30,8 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.error_format import brief
-from batchax.jaxprs.types import Tree, Value, Values
+from batchax.jaxprs.types import AxesTree, Tree, Value, Values
+from batchax.kernel.axis import Position
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class AxisSpec:
             f"in_axes gives {self!r} for {path}: that kind of axis is for outputs, in out_axes."
         )
 
-    def of_output(self, value: Value, path: str, size: Any) -> Parts:
+    def of_output(self, value: Value, path: str, size: int) -> Parts:
         """What an output of one of `size` lanes is made of, for which `out_axes` gives this."""
         raise ArgumentTypeError(
             f"out_axes gives {self!r} for {path}: that kind of axis is for arguments, in in_axes."
@@ -99,7 +100,7 @@ class _LaneIndex:
 LANE_INDEX = _LaneIndex()
 
 
-def vmappable_parts_of_argument(value: Value, spec: Any, path: str) -> Parts:
+def vmappable_parts_of_argument(value: Value, spec: AxesTree, path: str) -> Parts:
     """Takes an argument of a type that is registered with JAX apart."""
     spec = _position(value, spec, np.ndim(value), path, "in_axes")
     to_example, _ = _compat.own_batches(value)
@@ -107,7 +108,7 @@ def vmappable_parts_of_argument(value: Value, spec: Any, path: str) -> Parts:
 
     # The registration asks for each array of one example. The first call notes what it reads,
     # the second (`join`) receives that.
-    def note(x: Value, axis: Any) -> Any:
+    def note(x: Value, axis: Position) -> Value:
         arrays.append(x)
         axes.append(axis)
         return _example_of(x, axis)
@@ -115,14 +116,14 @@ def vmappable_parts_of_argument(value: Value, spec: Any, path: str) -> Parts:
     with _naming_function(path, "in_axes", spec):
         to_example(note, lambda: note(LANE_INDEX, 0), value, spec)
 
-    def join(examples: Sequence[Any]) -> Any:
+    def join(examples: Sequence[Any]) -> Value:
         each = iter(examples)
         return to_example(lambda *_: next(each), lambda: next(each), value, spec)
 
     return Parts(arrays, axes, join)
 
 
-def vmappable_parts_of_output(value: Value, spec: Any, path: str, size: Any) -> Parts:
+def vmappable_parts_of_output(value: Value, spec: AxesTree, path: str, size: int | None) -> Parts:
     """Takes an output of a type that is registered with JAX apart, for one of `size` lanes."""
     if spec is None:  # it depends on no lane, or its arrays raise an error
         made_of, structure = jax.tree.flatten(value)
@@ -133,7 +134,7 @@ def vmappable_parts_of_output(value: Value, spec: Any, path: str, size: Any) -> 
     _, to_batch = _compat.own_batches(value)
     arrays, axes = [], []
 
-    def note(lanes: Any, x: Value, axis: Any) -> Any:
+    def note(lanes: int, x: Value, axis: int) -> Value:
         arrays.append(x)
         axes.append(axis)
         shape = list(np.shape(x))
@@ -145,14 +146,14 @@ def vmappable_parts_of_output(value: Value, spec: Any, path: str, size: Any) -> 
 
     example = without_tracers(value, lambda x: _nothing(np.shape(x), x))
 
-    def join(outs: Values) -> Any:
+    def join(outs: Values) -> Value:
         each = iter(outs)
         return to_batch(lambda *_: next(each), size, example, spec)
 
     return Parts(arrays, axes, join)
 
 
-def _position(value: Value, spec: Any, ndim: int, path: str, what: str) -> Any:
+def _position(value: Value, spec: AxesTree, ndim: int, path: str, what: str) -> AxesTree:
     """Returns `spec` as the registration takes it, which knows no int from the end."""
     kind, name = _compat.type_of_batch_axis(value), type(value).__name__
     spec = int(spec) if isinstance(spec, np.integer) else spec
@@ -165,7 +166,7 @@ def _position(value: Value, spec: Any, ndim: int, path: str, what: str) -> Any:
 
 
 @contextmanager
-def _naming_function(path: str, what: str, spec: Any) -> Iterator[None]:
+def _naming_function(path: str, what: str, spec: AxesTree) -> Iterator[None]:
     """Says which axis it was that a registration raises an error for."""
     try:
         yield
@@ -175,7 +176,7 @@ def _naming_function(path: str, what: str, spec: Any) -> Iterator[None]:
         ) from None
 
 
-def _example_of(x: Value, axis: Any) -> Any:
+def _example_of(x: Value, axis: Position) -> Value:
     """Returns what stands for one lane of `x`: of its type, for which nothing is computed."""
     if x is LANE_INDEX:
         return np.int32(0)
@@ -186,10 +187,10 @@ def _example_of(x: Value, axis: Any) -> Any:
     return _nothing(shape, x)
 
 
-def without_tracers(value: Value, stand_in: Callable[[Any], Any]) -> Any:
+def without_tracers(value: Value, stand_in: Callable[[Any], Any]) -> Value:
     """Returns `value` with stand-ins for what was traced, in a trace that has ended by now."""
 
-    def known(x: Value) -> Any:
+    def known(x: Value) -> Value:
         return stand_in(x) if isinstance(x, Tracer) else x
 
     if not jax.tree_util.all_leaves([value]):
@@ -200,7 +201,7 @@ def without_tracers(value: Value, stand_in: Callable[[Any], Any]) -> Any:
     return again
 
 
-def _nothing(shape: Sequence[Any], like: Any) -> Any:
+def _nothing(shape: Sequence[Any], like: Value) -> Value:
     """Returns zeros of that shape and the dtype of `like`, for which no memory is taken."""
     dtype = jax.typeof(like).dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -364,7 +365,7 @@ def unregister_container(type: type) -> None:
 _type = type  # where a parameter of that name hides it
 
 
-def parts_of_argument(value: Value, spec: Any, path: str) -> Parts | None:
+def parts_of_argument(value: Value, spec: AxesTree, path: str) -> Parts | None:
     """Takes an argument apart that is a container; returns None for any other."""
     container = _containers.get(_type(value))
     if container is None:
@@ -382,7 +383,7 @@ def parts_of_argument(value: Value, spec: Any, path: str) -> Parts | None:
     )
 
 
-def parts_of_output(value: Value, spec: Any, path: str, size: Any) -> Parts | None:
+def parts_of_output(value: Value, spec: AxesTree, path: str, size: int | None) -> Parts | None:
     """Takes a container apart that is an output of one of `size` lanes; returns None for others."""
     container = _containers.get(_type(value))
     if container is None:
@@ -410,7 +411,7 @@ def _check_one_each(
         )
 
 
-def _checked(container: Container, spec: Any, path: str, what: str) -> Any:
+def _checked(container: Container, spec: AxesTree, path: str, what: str) -> AxesTree:
     spec = int(spec) if isinstance(spec, np.integer) else spec
     if not isinstance(spec, container.spec_type) or isinstance(spec, bool):
         name = container.type.__name__
@@ -431,7 +432,9 @@ def _lend_to_jax(container: Container) -> None:
     except Exception:  # JAX asked it for its leaves, which it does not have yet
         return
 
-    def to_example(cont: Any, index: Any, value: Value, spec: Any) -> Any:
+    def to_example(
+        cont: Callable[..., Any], index: Callable[[], Value], value: Value, spec: AxesTree
+    ) -> Value:
         if spec is None:
             return value
         parts = parts_of_argument(value, spec, "the argument")
@@ -439,7 +442,7 @@ def _lend_to_jax(container: Container) -> None:
         of_lane = lambda x, a: index() if x is LANE_INDEX else cont(x, a)
         return parts.join([of_lane(x, a) for _, x, a in parts.named("")])
 
-    def to_batch(cont: Any, size: Any, example: Value, spec: Any) -> Any:
+    def to_batch(cont: Callable[..., Any], size: int, example: Value, spec: AxesTree) -> Value:
         parts = parts_of_output(example, spec, "the output", size)
         assert parts is not None
         return parts.join([cont(size, x, a) for _, x, a in parts.named("")])
@@ -464,7 +467,7 @@ def is_container(value: Value) -> bool:
     )
 
 
-def is_container_spec(spec: Any) -> bool:
+def is_container_spec(spec: object) -> bool:
     types = {container.spec_type for container in list(_containers.values())}
     return _type(spec) in types or _type(spec) in _compat.types_of_batch_axes()
 

@@ -45,7 +45,7 @@ Rebuild = Callable[[Iterator[Any]], Any]
 
 
 def spread_specs(
-    spec: Any,
+    spec: AxesTree,
     tree: Tree,
     path: str,
     what: str,
@@ -104,7 +104,7 @@ def spread_specs(
 
 
 def _specs_by_name(
-    spec: Any, tree: Tree, children: Sequence[Any], path: str, what: str
+    spec: AxesTree, tree: Tree, children: Sequence[Any], path: str, what: str
 ) -> list[Any] | None:
     """Returns what `spec` says of each part of `tree`, if it is a dict and they have names; else
     None.
@@ -131,7 +131,7 @@ def _name_of(keys: Sequence[Any]) -> str | None:
             return None
 
 
-def anew(tree: Tree) -> Any:
+def anew(tree: Tree) -> Tree:
     """Returns `tree` with the same leaves in new containers, as a function under vmap sees it."""
     # Put together where the function is traced: what the function does to a list or dict stays
     # inside, and a tree that knows the trace it was made in, as a module of Flax does, was made in
@@ -147,7 +147,7 @@ def _one_level(tree: Tree) -> tuple[Sequence[Any], Any]:
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
 
 
-def _mismatch(spec: Any, tree: Tree, path: str, what: str, unit: str) -> str:
+def _mismatch(spec: AxesTree, tree: Tree, path: str, what: str, unit: str) -> str:
     return (
         f"{what} does not match {path}: it gives {_describe(spec)} there, but {path} is "
         f"{_describe(tree)}. Pass one {unit} for the whole of {path}, or {what} of the same "
@@ -209,7 +209,7 @@ def is_flag(value: Value, path: str) -> bool:
 _ENTRY = re.compile(r"\[\d+\]$")
 
 
-def without_objects(tree: Tree) -> Any:
+def without_objects(tree: Tree) -> Tree:
     """Returns `tree` with None in place of its objects, for who looks at arrays."""
     # Of leaves alone: a model may be called, and holds arrays.
     return jax.tree_util.tree_map_with_path(
@@ -281,7 +281,7 @@ def check_in_axes(fun: Callable[..., Any], in_axes: AxesTree, called: str = "vma
             )
 
 
-def as_a_call(called: str, fun: Callable[..., Any], given: Any) -> str:
+def as_a_call(called: str, fun: Callable[..., Any], given: object) -> str:
     """Advises on values passed in place of axes; empty if `given` is not one."""
     name, array = name_of(fun), hasattr(given, "shape") and hasattr(given, "dtype")
     if called == "scan" and (array or isinstance(given, (float, complex))):
@@ -292,12 +292,12 @@ def as_a_call(called: str, fun: Callable[..., Any], given: Any) -> str:
     return f" A batch is given to what {called} returns: batchax.{called}({name})(...)." * array
 
 
-def is_input_spec(spec: Any) -> bool:
+def is_input_spec(spec: object) -> bool:
     """Whether `spec` gives an axis by itself: an int, a kind of axis, or a rule for leaves."""
     return is_position(spec) or isinstance(spec, AxisSpec) or is_rule(spec)
 
 
-def is_rule(spec: Any) -> bool:
+def is_rule(spec: object) -> bool:
     """Whether `spec` is a function from leaves to their axes, not a tree of axes that has calls."""
     return (
         callable(spec)
@@ -307,7 +307,7 @@ def is_rule(spec: Any) -> bool:
     )
 
 
-def is_position(spec: Any) -> TypeGuard[int]:
+def is_position(spec: object) -> TypeGuard[int]:
     return isinstance(spec, (int, np.integer)) and not isinstance(spec, bool)
 
 
@@ -329,7 +329,7 @@ def spread_in_axes(
     leaves: list[SpecifiedLeaf] = []
     rebuilds = []
 
-    def add(name: str, argument: Any, spec: Any, by_keyword: bool) -> None:
+    def add(name: str, argument: Tree, spec: AxesTree, by_keyword: bool) -> None:
         its_leaves, rebuild = spread_specs(
             spec, argument, name, "in_axes", is_input_spec, True, is_leaf=is_leaf
         )
@@ -503,7 +503,7 @@ def _check_parameter_names(fun: Callable[..., Any], in_axes: dict[str, Any]) -> 
         )
 
 
-def _from_callable(leaf: SpecifiedLeaf) -> Any:
+def _from_callable(leaf: SpecifiedLeaf) -> AxesTree:
     axis = leaf.spec(leaf.value)
     if axis is None or (is_input_spec(axis) and not is_rule(axis)) or is_container_spec(axis):
         return axis

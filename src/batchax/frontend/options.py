@@ -10,23 +10,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from batchax.errors import ArgumentTypeError, BatchaxError, OptionError
 from batchax.jaxprs.error_format import brief, show
 
 
-def is_word(given: Any, *words: str) -> bool:
+def is_word(given: object, *words: str) -> bool:
     """Whether `given` is one of these words; an array would be compared element by element."""
     return isinstance(given, str) and given in words
 
 
-def check_one_of(name: str, given: Any, *choices: str | None) -> None:
+def check_one_of(name: str, given: object, *choices: str | None) -> None:
     """Raises for an option that is none of some words, or None where that is a choice."""
     if not (is_word(given, *filter(None, choices)) or (given is None and None in choices)):
         raise not_one_of(name, given, *choices)
 
 
-def not_one_of(name: str, given: Any, *choices: str | None, other: str = "") -> BatchaxError:
+def not_one_of(name: str, given: object, *choices: str | None, other: str = "") -> BatchaxError:
     """The error about an option that is none of some words; it names the word that was meant.
 
     Args:
@@ -43,7 +44,7 @@ def not_one_of(name: str, given: Any, *choices: str | None, other: str = "") -> 
     return error(f"{name} must be {', '.join(others)} or {last}, got {brief(given)}.{hint}")
 
 
-def near_word(given: Any, *words: str) -> str:
+def near_word(given: object, *words: str) -> str:
     """The one of some words that was meant: a synonym, or spelled much the same; or ""."""
     if not isinstance(given, str):
         return ""
@@ -100,7 +101,7 @@ def check_count(
         raise error(f"{name} must be {allowed}, got {show(given)}.")
 
 
-def check_callable(where: str, what: str, fun: Any) -> None:
+def check_callable(where: str, what: str, fun: object) -> None:
     if not callable(fun):
         raise ArgumentTypeError(f"{where} expects {what}, got {show(fun)}.")
 
@@ -111,7 +112,7 @@ def checked_list(where: str, what: str, given: Any) -> list[Any]:
     return list(given)
 
 
-def check_flags(**flags: Any) -> None:
+def check_flags(**flags: object) -> None:
     """Raises an error for what is neither True nor False: a word would count as True."""
     for name, flag in flags.items():
         if not isinstance(flag, (bool, np.bool_)):
@@ -127,11 +128,11 @@ def check_tolerances(**tolerances: Any) -> None:
             raise error(f"{name} must be a number, zero or more, got {brief(given)}.")
 
 
-def check_small_matrices(option: Any) -> None:
+def check_small_matrices(option: object) -> None:
     check_one_of("small_matrices", option, "auto", "library", "vectorized")
 
 
-def check_progress(progress: Any, unit: str) -> None:
+def check_progress(progress: object, unit: str) -> None:
     if not (isinstance(progress, bool) or callable(progress)):
         raise ArgumentTypeError(
             f"progress must be True, False, or a function of the {unit} done and of those there "
@@ -139,7 +140,7 @@ def check_progress(progress: Any, unit: str) -> None:
         )
 
 
-def converted(x: np.ndarray, dtype: Any) -> np.ndarray:
+def converted(x: np.ndarray, dtype: DTypeLike) -> np.ndarray:
     """Converts an array to the dtype that JAX computes with; raises OverflowError if a number does
     not fit.
     """
@@ -216,7 +217,7 @@ def translate_argument_names(fun: F) -> F:
 
 
 def check_options(
-    called: str, names: Sequence[str], options: Iterable[str], of: Any = None
+    called: str, names: Sequence[str], options: Iterable[str], of: Callable[..., Any] | None = None
 ) -> None:
     """Raises an error for options of the function `called` that are not among `names`.
 
@@ -235,9 +236,11 @@ def _without_function(called: str, options: Iterable[str]) -> str:
     )
 
 
-def _unknown_option(called: str, names: Sequence[str], option: str, of: Any) -> str:
+def _unknown_option(
+    called: str, names: Sequence[str], option: str, of: Callable[..., Any] | None
+) -> str:
     with contextlib.suppress(TypeError, ValueError):
-        if option in inspect.signature(of).parameters:
+        if of is not None and option in inspect.signature(of).parameters:
             return (
                 f"{called}() has no option {option!r}. Pass arguments of the function by position, "
                 "with None in in_axes if all examples share them."

@@ -35,7 +35,7 @@ from batchax.frontend.in_axes import (
 from batchax.frontend.options import check_one_of, not_one_of
 from batchax.frontend.reductions import REDUCTIONS, Kind, Reduction, adds_up, has_reduction
 from batchax.jaxprs.error_format import brief, name_of, show
-from batchax.jaxprs.types import AxesTree, ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import Aval, AxesTree, ClosedJaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, match_axis, move_axis
 from batchax.kernel.registry import describe_returned
 
@@ -111,7 +111,7 @@ class Reduce:
         return self.kind if isinstance(self.kind, Reduction) else REDUCTIONS[self.kind]
 
 
-def is_added(spec: Any) -> bool:
+def is_added(spec: object) -> bool:
     """Whether an output is the sum over lanes, or what is made of that."""
     return isinstance(spec, Reduce) and adds_up(spec.reduction)
 
@@ -150,22 +150,22 @@ def check_out_axes(out_axes: AxesTree) -> None:
             )
 
 
-def _got(spec: Any) -> str:
+def _got(spec: object) -> str:
     if isinstance(spec, Reduction):
         return f"{spec!r}, which is given as batchax.Reduce(batchax.Reduction(...))"
     return show(spec)
 
 
-def is_output_spec(spec: Any) -> bool:
+def is_output_spec(spec: object) -> bool:
     return is_position(spec) or isinstance(spec, (_Auto, Reduce, AxisSpec)) or _is_rule(spec)
 
 
-def _is_rule(spec: Any) -> bool:
+def _is_rule(spec: object) -> bool:
     """Whether `spec` is a function from the outputs of one example to where they go."""
     return is_rule(spec) and not isinstance(spec, (_Auto, Reduce, type))
 
 
-def _from_rule(leaf: SpecifiedLeaf) -> Any:
+def _from_rule(leaf: SpecifiedLeaf) -> AxesTree:
     spec = leaf.spec(leaf.value)
     if spec is None or (is_output_spec(spec) and not _is_rule(spec)) or is_container_spec(spec):
         return spec
@@ -181,7 +181,7 @@ def lanes_first(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten_outputs(
-    out: Any, out_axes: AxesTree, size: Any, terms: Terms = LANES, sum_match: bool = False
+    out: Tree, out_axes: AxesTree, size: int, terms: Terms = LANES, sum_match: bool = False
 ) -> tuple[list[Any], FlatOutputs]:
     """Spreads `out_axes` over what the per-example function returned.
 
@@ -232,7 +232,7 @@ def flatten_outputs(
     )
 
 
-def flatten_arrays(out: Any, containers: bool = False, name: str = "out") -> tuple[list[Any], Any]:
+def flatten_arrays(out: Tree, containers: bool = False, name: str = "out") -> tuple[list[Any], Any]:
     """Returns the arrays that a function returned, and their structure; `containers` stay whole."""
     is_whole = is_container if containers else None
     leaves, structure = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_whole)
@@ -262,7 +262,7 @@ def _is_extended(value: Value) -> bool:
     return jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended)
 
 
-def _check_position(value: Value, path: str, spec: Any, terms: Terms) -> None:
+def _check_position(value: Value, path: str, spec: AxesTree, terms: Terms) -> None:
     if not (spec is None or is_output_spec(spec)):
         raise ArgumentTypeError(
             f"out_axes gives {brief(spec)} for {path}, which is an array: that kind of axis is "
@@ -286,7 +286,7 @@ def _check_position(value: Value, path: str, spec: Any, terms: Terms) -> None:
         )
 
 
-def check_reduces(spec: Reduce, output: Any, path: str) -> None:
+def check_reduces(spec: Reduce, output: Aval, path: str) -> None:
     """Raises an error for an output of one example that has no such reduction, by its type."""
     if not all(isinstance(n, int) for n in output.shape):
         return  # of rows of different lengths, for which there is another message
@@ -299,7 +299,7 @@ def check_reduces(spec: Reduce, output: Any, path: str) -> None:
         )
 
 
-def check_lanes(spec: Reduce, lanes: Any, path: str, nothing: str) -> None:
+def check_lanes(spec: Reduce, lanes: int, path: str, nothing: str) -> None:
     """Raises an error for a reduction of no lanes, if there is no result of nothing."""
     if isinstance(lanes, int) and not lanes and not spec.reduction.of_nothing:
         raise AxisError(
@@ -326,13 +326,13 @@ def check_unbatched(axis: Axis, described: Sequence[OutputArray], positions: Pos
         )
 
 
-def as_array(x: Value) -> Any:
+def as_array(x: Value) -> Value:
     """Returns a result as an array: a constant of a staged program has a type of JAX's own."""
     constant = isinstance(x, (np.ndarray, bool, int, float, complex))
     return jnp.asarray(x) if constant and jax.typeof(x).dtype != jax.dtypes.float0 else x
 
 
-def place(axis: Axis, output: OutputArray, value: Value, position: Position) -> Any:
+def place(axis: Axis, output: OutputArray, value: Value, position: Position) -> Value:
     """Puts one batched output where `out_axes` wants it."""
     spec = output.spec
     if isinstance(spec, Reduce):
@@ -354,7 +354,7 @@ def place(axis: Axis, output: OutputArray, value: Value, position: Position) -> 
 T = TypeVar("T")
 
 
-def flatten_carry(init: Any, name: str, loop: str, advice: str) -> tuple[list[Any], Any]:
+def flatten_carry(init: Tree, name: str, loop: str, advice: str) -> tuple[list[Any], Any]:
     """Returns the arrays of the first carry, and its structure.
 
     `advice` says what to do with other objects.
@@ -370,7 +370,7 @@ def flatten_carry(init: Any, name: str, loop: str, advice: str) -> tuple[list[An
     return leaves, structure
 
 
-def carry_keys(init: Any) -> list[str]:
+def carry_keys(init: Tree) -> list[str]:
     leaves = jax.tree_util.tree_flatten_with_path(init)[0]
     return [jax.tree_util.keystr(keys) for keys, _ in leaves]
 
@@ -393,7 +393,7 @@ def settle(
         carry = promoted
 
 
-def _promoted(x: Value, new: Any) -> Any:
+def _promoted(x: Value, new: Aval) -> Value:
     """Promotes a weakly typed `x` with its next value, as ``lax.scan`` does."""
     x = _compat.varying_as(x, new)
     old = jax.typeof(x)
@@ -403,7 +403,7 @@ def _promoted(x: Value, new: Any) -> Any:
     return lax.convert_element_type(x, jax.dtypes.result_type(x, struct))
 
 
-def check_structure(fun: Callable[..., Any], old: Any, new: Any) -> None:
+def check_structure(fun: Callable[..., Any], old: Tree, new: Tree) -> None:
     """Raises an error for a step that changes the structure of the carry."""
     first, then = jax.tree.structure(old), jax.tree.structure(new)
     if first != then:
@@ -429,7 +429,7 @@ def check_types(fun: Callable[..., Any], keys: Sequence[str], carry: Values, out
         )
 
 
-def check_predicate(fun: Callable[..., Any], out: Any) -> Any:
+def check_predicate(fun: Callable[..., Any], out: Value) -> Value:
     """Returns `out`, which `fun` returned, if it is one truth value."""
     try:
         aval = jax.typeof(out)
@@ -444,5 +444,5 @@ def check_predicate(fun: Callable[..., Any], out: Any) -> Any:
     return out
 
 
-def _same_type(a: Any, b: Any) -> bool:
+def _same_type(a: Aval, b: Aval) -> bool:
     return (a.shape, a.dtype) == (b.shape, b.dtype)

@@ -15,20 +15,24 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from batchax import _compat
 from batchax.cache import cached
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.error_format import brief, show
 from batchax.jaxprs.primitive_facts import accumulator, highest, lowest
-from batchax.jaxprs.types import Tree, Value, Values
+from batchax.jaxprs.types import Aval, Tree, Value, Values
+
+State: TypeAlias = Tree
+"""What describes some lanes: an array, or a pytree of arrays."""
 
 
 @_compat.api_boundary
@@ -135,7 +139,7 @@ def operation_of(reduction: Reduction) -> Operation | None:
 
 
 def states_of(
-    reduction: Reduction, x: Value, axis: int, index: Any, real: Any = None
+    reduction: Reduction, x: Value, axis: int, index: Value | None, real: Value | None = None
 ) -> tuple[Any, int]:
     """Returns the states of lanes, and the axis along which they are.
 
@@ -162,21 +166,21 @@ def states_of(
     return states, at
 
 
-def _of_lane(reduction: Reduction, *given: Value) -> Any:
+def _of_lane(reduction: Reduction, *given: Value) -> State:
     assert reduction.lane is not None
     return jax.tree.map(jnp.asarray, reduction.lane(*given))
 
 
-def _lane_types(reduction: Reduction, output: Any) -> list[Any]:
+def _lane_types(reduction: Reduction, output: Aval) -> list[Any]:
     return [output, jax.ShapeDtypeStruct((), np.int32)][: 1 + reduction.index]
 
 
-def neutral_like(reduction: Reduction, state: Any) -> Any:
+def neutral_like(reduction: Reduction, state: State) -> State:
     numbers = jax.tree.broadcast(reduction.neutral, state)
     return jax.tree.map(lambda n, x: n(x.dtype) if callable(n) else n, numbers, state)
 
 
-def folded(reduction: Reduction, states: Any, axis: int = 0) -> Any:
+def folded(reduction: Reduction, states: State, axis: int = 0) -> State:
     """Returns the state of all lanes whose states are along an axis, or that of all parts."""
     operation = operation_of(reduction)
     if operation is not None:
@@ -185,7 +189,7 @@ def folded(reduction: Reduction, states: Any, axis: int = 0) -> Any:
     return _in_pairs(reduction, states) if reduction.fold is None else reduction.fold(states)
 
 
-def _in_pairs(reduction: Reduction, states: Any) -> Any:
+def _in_pairs(reduction: Reduction, states: State) -> State:
     """Combines neighbors first, then neighbors of these, and so on."""
     size = jax.tree.leaves(states)[0].shape[0]
     if not isinstance(size, int):
@@ -210,11 +214,11 @@ def _in_pairs(reduction: Reduction, states: Any) -> Any:
     return jax.tree.map(lambda s: s[0], states)
 
 
-def finished(reduction: Reduction, state: Any, lanes: Any) -> Any:
+def finished(reduction: Reduction, state: State, lanes: int) -> Value:
     return state if reduction.finish is None else reduction.finish(state, lanes)
 
 
-def of_all(reduction: Reduction, x: Value, axis: int) -> Any:
+def of_all(reduction: Reduction, x: Value, axis: int) -> Value:
     if reduction.of_lanes is not None:
         return reduction.of_lanes(x, axis=axis)
     lanes = x.shape[axis]
@@ -222,19 +226,19 @@ def of_all(reduction: Reduction, x: Value, axis: int) -> Any:
     return finished(reduction, folded(reduction, *states_of(reduction, x, axis, index)), lanes)
 
 
-def of_shared(reduction: Reduction, x: Value, lanes: Any) -> Any:
+def of_shared(reduction: Reduction, x: Value, lanes: int) -> Value:
     if reduction.of_copies is not None:
         return reduction.of_copies(x, lanes)
     return of_all(reduction, jnp.broadcast_to(x, (lanes, *x.shape)), 0)
 
 
-def state_type(reduction: Reduction, output: Any) -> Any:
+def state_type(reduction: Reduction, output: Aval) -> State:
     if reduction.lane is None:
         return jax.ShapeDtypeStruct(output.shape, output.dtype)
     return jax.eval_shape(functools.partial(_of_lane, reduction), *_lane_types(reduction, output))
 
 
-def check(reduction: Reduction, output: Any, path: str) -> None:
+def check(reduction: Reduction, output: Aval, path: str) -> None:
     """Raises an error for functions that do not fit each other, or an output of this type."""
     state = state_type(reduction, output)
     both = jax.eval_shape(lambda s: combined(reduction, s, s), state)
@@ -275,7 +279,7 @@ def check(reduction: Reduction, output: Any, path: str) -> None:
         )
 
 
-def in_two_parts(reduction: Reduction, one: Any, other: Any) -> Any:
+def in_two_parts(reduction: Reduction, one: Value, other: Value) -> Value:
     """Returns what it makes of two lanes, and of none: all that its functions compute."""
     lanes = (jnp.stack([one, other]), 0, np.arange(2, dtype=np.int32))
     states, at = states_of(reduction, *lanes, real=np.array([True, False]))
@@ -283,13 +287,13 @@ def in_two_parts(reduction: Reduction, one: Any, other: Any) -> Any:
     return finished(reduction, combined(reduction, *parts), 2)
 
 
-def combined(reduction: Reduction, one: Any, other: Any) -> Any:
+def combined(reduction: Reduction, one: State, other: State) -> State:
     if operation_of(reduction) is not None:
         return jax.tree.map(reduction.combine, one, other)
     return reduction.combine(one, other)
 
 
-def _check_same(reduction: Reduction, name: str, returned: Any, state: Any, path: str) -> None:
+def _check_same(reduction: Reduction, name: str, returned: Tree, state: State, path: str) -> None:
     types = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
     same = jax.tree.structure(returned) == jax.tree.structure(state)
     if not same or types(returned) != types(state):
@@ -299,7 +303,7 @@ def _check_same(reduction: Reduction, name: str, returned: Any, state: Any, path
         )
 
 
-def on_host(reduction: Reduction, parts: list[Any]) -> Any:
+def on_host(reduction: Reduction, parts: list[Any]) -> State:
     """Returns the state of parts, arrays of NumPy, combined in pairs.
 
     The order depends on nothing but how many there are.
@@ -311,7 +315,7 @@ def on_host(reduction: Reduction, parts: list[Any]) -> Any:
     return parts[0]
 
 
-def _combined_on_host(reduction: Reduction, one: Any, other: Any) -> Any:
+def _combined_on_host(reduction: Reduction, one: State, other: State) -> State:
     operation = operation_of(reduction)
     if operation is not None:
         with np.errstate(all="ignore"):
@@ -320,7 +324,9 @@ def _combined_on_host(reduction: Reduction, one: Any, other: Any) -> Any:
         return jax.tree.map(np.asarray, reduction.combine(one, other))
 
 
-def finished_on_host(reduction: Reduction, state: Any, lanes: int, dtype: Any) -> np.ndarray:
+def finished_on_host(
+    reduction: Reduction, state: State, lanes: int, dtype: DTypeLike
+) -> np.ndarray:
     with np.errstate(all="ignore"), in_double_precision():
         return np.asarray(finished(reduction, state, lanes)).astype(dtype)
 
@@ -370,7 +376,7 @@ Kind = Literal[
 def _whole_bytes(reduce: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a reduction of JAX that does not know how integers of less than a byte add up."""
 
-    def over_batch(x: Value, axis: int) -> Any:
+    def over_batch(x: Value, axis: int) -> Value:
         if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
             x = x.astype(np.int8 if jnp.issubdtype(x.dtype, jnp.signedinteger) else np.uint8)
         return reduce(x, axis=axis)
@@ -397,7 +403,7 @@ def _of_one(reduce: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     return lambda x, n: reduce(x[None], axis=0)
 
 
-def _itself(x: Value, n: Any) -> Any:
+def _itself(x: Value, n: int) -> Value:
     return x
 
 
@@ -406,26 +412,26 @@ def _of_two(fold: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda *states: fold(jax.tree.map(lambda *parts: jnp.stack(parts), *states))
 
 
-def _truth(x: Value) -> Any:
+def _truth(x: Value) -> Value:
     return x if x.dtype == np.bool_ else lax.ne(x, lax.full_like(x, 0))
 
 
 # --- logsumexp: the largest exponent, and the sum of exponentials over that of the largest --------
 
 
-def _exponential(x: Value) -> Any:
+def _exponential(x: Value) -> State:
     x = _wide(jax.nn.logsumexp)(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x.real, jnp.exp(lax.complex(jnp.zeros_like(x.imag), x.imag))
     return x, jnp.ones_like(x)
 
 
-def _if_finite(x: Value) -> Any:
+def _if_finite(x: Value) -> Value:
     """Returns `x`; zero where it is not finite, so that no two infinities are subtracted."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
-def _sum_exponentials(states: Any) -> Any:
+def _sum_exponentials(states: State) -> State:
     exponents, sums = states
     # As in ``jax.nn.logsumexp`` only the exponentials have a derivative, not what they are over.
     most = lax.stop_gradient(jnp.max(exponents, 0, initial=-np.inf))
@@ -433,12 +439,12 @@ def _sum_exponentials(states: Any) -> Any:
     return most, jnp.sum(scaled, 0)
 
 
-def _logarithm(state: Any, n: Any) -> Any:
+def _logarithm(state: State, n: int) -> Value:
     most, total = state
     return jnp.log(total) + _if_finite(most).astype(total.dtype)
 
 
-def _as_often(x: Value, n: Any) -> Any:
+def _as_often(x: Value, n: int) -> Value:
     one = jax.nn.logsumexp(x[None], axis=0)
     return one + jnp.log(jnp.asarray(n, accumulator(one.real.dtype))).astype(one.dtype)
 
@@ -446,12 +452,12 @@ def _as_often(x: Value, n: Any) -> Any:
 # --- var: how many, their mean, what rounding left of it, squared deviations from it added up -----
 
 
-def _moments(x: Value) -> Any:
+def _moments(x: Value) -> State:
     x = _wide(jnp.mean)(x)
     return jnp.ones((), np.int32), x, jnp.zeros_like(x), jnp.zeros_like(x.real)
 
 
-def _add_moments(states: Any) -> Any:
+def _add_moments(states: State) -> State:
     """Returns moments of all parts from those of each, by Chan, Golub and LeVeque, 1979."""
     # Deviations are from the mean of all, so that squares do not cancel. The mean is rounded, and
     # what that leaves is a part of the state, as in their corrected two-pass algorithm (1983).
@@ -469,7 +475,7 @@ def _add_moments(states: Any) -> Any:
     return count, mean, rest, jnp.sum(deviations + (weights * apart * jnp.conj(apart)).real, 0)
 
 
-def _variance(state: Any, n: Any) -> Any:
+def _variance(state: State, n: int) -> Value:
     return state[-1] / n
 
 
@@ -509,7 +515,7 @@ def _argument(
     )
 
 
-def _mean(total: Value, n: Any) -> Any:
+def _mean(total: Value, n: int) -> Value:
     return total / n
 
 

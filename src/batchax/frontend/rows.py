@@ -44,7 +44,9 @@ class RowOptions:
                 )
 
 
-def find_row_options(layout: Any, buckets: Any, batch_size: Any) -> RowOptions:
+def find_row_options(
+    layout: str, buckets: int | GroupsOfRows | None, batch_size: int | str | None
+) -> RowOptions:
     """What the options of `vmap` ask for where rows are concerned.
 
     Raises:
@@ -66,7 +68,7 @@ def find_row_options(layout: Any, buckets: Any, batch_size: Any) -> RowOptions:
     return RowOptions(Layout(layout), buckets)
 
 
-def _checked_buckets(buckets: Any) -> int | GroupsOfRows | None:
+def _checked_buckets(buckets: int | GroupsOfRows | None) -> int | GroupsOfRows | None:
     if buckets is None or isinstance(buckets, GroupsOfRows):
         return buckets
     check_count("buckets", buckets, 1, or_none=True, other="the result of batchax.bucket(...)")

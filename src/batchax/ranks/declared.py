@@ -8,9 +8,10 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+from jax.tree_util import KeyPath
 
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import is_position
@@ -41,15 +42,19 @@ class Core:
         return f"({', '.join(texts)})" if all(texts) else f"rank {self.rank}"
 
 
-def is_rank(spec: Any) -> bool:
+RankTree: TypeAlias = Any
+"""A rank, None for what is not batched, or a pytree of these that is a prefix of an argument."""
+
+
+def is_rank(spec: object) -> bool:
     """Whether `spec` declares a rank by itself."""
     return isinstance(spec, Core) or is_position(spec)
 
 
-def as_cores(where: str, spec: Any) -> Any:
+def as_cores(where: str, spec: RankTree) -> RankTree:
     """Returns a rank, None, or a tree of them, with a `Core` for each rank."""
 
-    def one(keys: Any, leaf: Any) -> Any:
+    def one(keys: KeyPath, leaf: object) -> Core | None:
         if leaf is None or isinstance(leaf, Core):
             return leaf
         if not is_position(leaf) or leaf < 0:

@@ -19,6 +19,7 @@ import numpy as np
 
 from batchax.errors import AxisError
 from batchax.frontend.containers import is_container
+from batchax.jaxprs.types import Value
 from batchax.ranks.declared import Core, CoreSizes
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
@@ -198,7 +199,7 @@ def _run_rows(
             "dimensions of the arguments do not broadcast with it:\n" + "\n".join(lines)
         )
 
-    def one_row(*parts: Any) -> list[Any]:
+    def one_row(*parts: Value) -> list[Any]:
         own = [Argument(a.path, x, a.core) for a, x in zip(arguments, parts, strict=True)]
         return run(one_example, own, _for_all(options), apart)
 
@@ -223,7 +224,7 @@ def _by_group(groups: Sequence[Group], options: Mapping[str, Any]) -> list[Mappi
     return own[::-1]
 
 
-def _with_shape(x: Any, shape: tuple[int, ...]) -> Any:
+def _with_shape(x: Value, shape: tuple[int, ...]) -> Value:
     if np.shape(x) == shape:
         return x
     assert math.prod(np.shape(x)) == math.prod(shape)
