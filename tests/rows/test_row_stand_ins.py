@@ -115,6 +115,19 @@ def test_long_rows_are_shuffled_more_often():
     check_rows(lambda x, key: jax.random.permutation(key, x), x, keys, derivatives=False)
 
 
+VERY_LONG = {
+    "shuffled": lambda x: jax.random.permutation(jax.random.key(0), x),
+    "convolved": lambda x: jnp.convolve(x, x),
+}
+
+
+@pytest.mark.parametrize("name", VERY_LONG)
+def test_rows_that_may_be_too_long_to_try_all_lengths(name):
+    x = bx.Ragged(np.zeros(9), [4, 5], max_length=1 << 21)
+    with pytest.raises(UnsupportedError, match="needs the length of a row as a number"):
+        jax.make_jaxpr(bx.vmap(VERY_LONG[name]))(x)
+
+
 def affine(first, second):
     (a, b), (c, d) = first, second
     return a * c, b * c + d

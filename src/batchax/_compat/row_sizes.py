@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.core
@@ -96,7 +96,7 @@ def another_symbol(kind: type[RowDimension], name: str, scope: RowScope) -> Any:
     return kind(of_jax._sorted_terms, scope)
 
 
-def is_row_size(x: Any) -> bool:
+def is_row_size(x: object) -> TypeGuard[RowDimension]:
     return isinstance(x, RowDimension)
 
 

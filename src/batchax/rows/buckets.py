@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -136,7 +137,7 @@ def split_elements(
 
 def join_elements(
     parts: Values, lengths: np.ndarray, groups: Sequence[np.ndarray], axis: int
-) -> Any:
+) -> jax.Array:
     """The reverse of `split_elements`. Parts may have elements behind their last row."""
     capacities = [part.shape[axis] for part in parts]
     counts = [lengths[rows] for rows in groups]
@@ -152,7 +153,7 @@ def split_lanes(x: Value, groups: Sequence[np.ndarray], axis: int) -> list[Any]:
     return _regroup([x], np.concatenate(groups), [len(rows) for rows in groups], axis)
 
 
-def join_lanes(parts: Sequence[Any], groups: Sequence[np.ndarray], axis: int = 0) -> Any:
+def join_lanes(parts: Sequence[Any], groups: Sequence[np.ndarray], axis: int = 0) -> jax.Array:
     index = np.concatenate(groups)
     return _regroup(parts, _inverse(index, len(index)), [len(index)], axis)[0]
 
@@ -353,7 +354,7 @@ class Buckets(GroupsOfRows):
 
 
 @_compat.api_boundary
-def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1) -> Buckets:
+def bucket(ragged_or_lengths: Value, max_buckets: int = 8, *, multiple_of: int = 1) -> Buckets:
     """Groups rows by length into a few sizes with the least padding.
 
     Example:
@@ -402,11 +403,11 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
     return Buckets(of_axes(every), sizes, tuple(groups), most)
 
 
-def _places(size: Any) -> int:
+def _places(size: int | tuple[int, ...]) -> int:
     return math.prod(as_tuple(size))
 
 
-def _shown(size: Any) -> str:
+def _shown(size: int | tuple[int, ...]) -> str:
     return " x ".join(map(str, as_tuple(size)))
 
 
@@ -424,7 +425,7 @@ def _lengths_of(x: Value) -> tuple[np.ndarray, ...]:
     return every
 
 
-def _checked_lengths(x: Value, lengths: Any) -> np.ndarray:
+def _checked_lengths(x: Value, lengths: Value) -> np.ndarray:
     if isinstance(lengths, Tracer):
         raise ArgumentTypeError(
             "bucket: the lengths are traced, and buckets are chosen by their values. Call it "
@@ -493,7 +494,7 @@ def cheapest_ends(weights: np.ndarray, counts: np.ndarray, most: int) -> list[in
     return chosen[::-1]
 
 
-def _as_array(x: Value, what: str) -> Any:
+def _as_array(x: Value, what: str) -> jax.Array:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
@@ -502,7 +503,7 @@ def _as_array(x: Value, what: str) -> Any:
         ) from None
 
 
-def _checked(axis: Any, x: Value, rows: int, what: str) -> int:
+def _checked(axis: int, x: Value, rows: int, what: str) -> int:
     if not is_position(axis):
         raise ArgumentTypeError(f"{what}: axis must be an int, got {brief(axis)}.")
     if not -x.ndim <= axis < x.ndim:

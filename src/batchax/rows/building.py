@@ -19,7 +19,7 @@ from batchax.frontend.containers import BatchOfRows, DictOfBatches, is_container
 from batchax.frontend.options import checked_list, converted
 from batchax.jaxprs.error_format import brief, show
 from batchax.jaxprs.types import Tree, Value
-from batchax.rows.index import Axes, RowIndex, pack_rows
+from batchax.rows.index import Axes, Ints, RowIndex, pack_rows
 from batchax.stack import structures_differ
 
 
@@ -35,7 +35,7 @@ def same_lengths(a: Value, b: Value) -> bool:
     return x is not None and y is not None and np.array_equal(x, y)
 
 
-def as_data(data: Any, what: str = "data") -> Any:
+def as_data(data: Value, what: str = "data") -> Value:
     if isinstance(data, (jax.Array, Tracer, jax.ShapeDtypeStruct)):
         return data
     try:
@@ -51,7 +51,7 @@ def as_data(data: Any, what: str = "data") -> Any:
         ) from None
 
 
-def _as_row(row: Value, what: str) -> Any:
+def _as_row(row: Value, what: str) -> Value:
     """As `as_data`, on the host if it is there: JAX compiles a transfer for each shape."""
     if type(row) in (list, tuple) and all(type(x) in (bool, int, float, complex) for x in row):
         row = np.asarray(row)
@@ -64,7 +64,7 @@ def _as_row(row: Value, what: str) -> Any:
         raise OverflowError(f"Ragged: {what}: {error}.") from None
 
 
-def as_lengths(lengths: Any, what: str = "lengths") -> Any:
+def as_lengths(lengths: Value, what: str = "lengths") -> Value:
     if not isinstance(lengths, (jax.Array, Tracer, jax.ShapeDtypeStruct)):
         try:
             lengths = np.asarray(lengths)
@@ -88,7 +88,7 @@ def as_lengths(lengths: Any, what: str = "lengths") -> Any:
     return lengths
 
 
-def check_fill_value(fill_value: Any, data: Value) -> None:
+def check_fill_value(fill_value: Value, data: Value) -> None:
     of_numbers = not jnp.issubdtype(data.dtype, jax.dtypes.prng_key)
     if fill_value is None or isinstance(fill_value, Tracer) or not of_numbers:
         return
@@ -106,7 +106,7 @@ def check_fill_value(fill_value: Any, data: Value) -> None:
         )
 
 
-def checked_axis(axis: Any, array: Value, more: int = 0) -> int:
+def checked_axis(axis: int, array: Value, more: int = 0) -> int:
     """An axis of rows that have so many axes more than their array, not negative."""
     ndim = array.ndim + more
     if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
@@ -119,7 +119,7 @@ def checked_axis(axis: Any, array: Value, more: int = 0) -> int:
     return int(axis) % ndim
 
 
-def checked_axes(axis: Any, array: Value, packed: bool = False) -> int | tuple[int, ...]:
+def checked_axes(axis: Axes, array: Value, packed: bool = False) -> Axes:
     """The ragged axis of a row, or its ragged axes, none of them negative.
 
     `array` is a row; or rows, `packed`, which have one axis for all that are ragged.
@@ -136,7 +136,7 @@ def checked_axes(axis: Any, array: Value, packed: bool = False) -> int | tuple[i
     return axes[0] if len(axes) == 1 else axes
 
 
-def as_lengths_of(axis: int | tuple[int, ...], lengths: Any) -> Any:
+def as_lengths_of(axis: Axes, lengths: Value) -> Ints | tuple[Ints, ...]:
     """The lengths along the ragged axis, or a tuple of those along each of several."""
     if isinstance(axis, int):
         return as_lengths(lengths)
@@ -161,7 +161,7 @@ def as_lengths_of(axis: int | tuple[int, ...], lengths: Any) -> Any:
     return each
 
 
-def as_bounds(axis: int | tuple[int, ...], max_length: Any) -> tuple[int | None, ...]:
+def as_bounds(axis: Axes, max_length: Bounds) -> tuple[int | None, ...]:
     """The bound of the lengths along each ragged axis, None for those that have none."""
     count = 1 if isinstance(axis, int) else len(axis)
     bounds: tuple[Any, ...] = (max_length,) * count
@@ -182,7 +182,7 @@ def as_tuple(x: Value) -> tuple[Any, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
-def elements_of(lengths: Any) -> np.ndarray | None:
+def elements_of(lengths: Ints | tuple[Ints, ...]) -> np.ndarray | None:
     """How many elements each row has, or None where that is not known.
 
     Args:
@@ -195,7 +195,7 @@ def elements_of(lengths: Any) -> np.ndarray | None:
 
 
 def check_lengths(
-    lengths: Sequence[np.ndarray], capacity: int, most: Sequence[int | None], data: Any, at: int
+    lengths: Sequence[np.ndarray], capacity: int, most: Sequence[int | None], data: Value, at: int
 ) -> None:
     for k, each in enumerate(lengths):
         name = length_name(k, len(lengths))
@@ -228,7 +228,7 @@ def check_each(lengths: np.ndarray, most: int, what: str, name: str = "lengths")
         raise AxisError(f"Ragged: {name}[{i}] is {lengths[i]}, more than {what}.")
 
 
-def check_max_length(most: Any) -> None:
+def check_max_length(most: int | None) -> None:
     if most is None:
         return
     if not isinstance(most, (int, np.integer)) or isinstance(most, bool):
@@ -255,7 +255,14 @@ class RowBatch:
     axis: Any
     max_length: Any
 
-    def __init__(self, data: Any, lengths: Any, max_length: Any = None, *, axis: Any = 0) -> None:
+    def __init__(
+        self,
+        data: Value,
+        lengths: Value,
+        max_length: Bounds = None,
+        *,
+        axis: Axes = 0,
+    ) -> None:
         raise NotImplementedError
 
     @property
@@ -318,7 +325,7 @@ class Selecting(RowBatch):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.rows())
 
-    def __getitem__(self, i: Any) -> Any:
+    def __getitem__(self, i: object) -> Any:
         """Selects one row as an array (an int), or several as a `Ragged`.
 
         Args:
@@ -409,7 +416,7 @@ class Selecting(RowBatch):
         data = _one_after_another(parts, self.element_axis)
         return type(self)(data, lengths, self.each_bound, axis=self.axes)
 
-    def _packed(self, ends: np.ndarray) -> Any:
+    def _packed(self, ends: np.ndarray) -> Value:
         """The elements of rows, without those behind the last row."""
         return self._part(0, int(ends[-1]) if len(ends) else 0)
 
@@ -423,22 +430,22 @@ class Selecting(RowBatch):
             )
         return np.cumsum(elements)
 
-    def _row(self, ends: np.ndarray, i: int) -> Any:
+    def _row(self, ends: np.ndarray, i: int) -> Value:
         sizes = [int(np.asarray(x)[i]) for x in self.each_length]
         return as_row(self._elements(ends, i), self.axes, sizes)
 
-    def _elements(self, ends: np.ndarray, i: int) -> Any:
+    def _elements(self, ends: np.ndarray, i: int) -> Value:
         return self._part(int(ends[i - 1]) if i else 0, int(ends[i]))
 
-    def _part(self, start: int, stop: int) -> Any:
+    def _part(self, start: int, stop: int) -> Value:
         return part_along(self.data, self.element_axis, start, stop)
 
 
-def part_along(x: Value, axis: int, start: int, stop: int | None) -> Any:
+def part_along(x: Value, axis: int, start: int, stop: int | None) -> Value:
     return x[(*[slice(None)] * axis, slice(start, stop))]
 
 
-def as_row(elements: Value, axes: Sequence[int], lengths: Sequence[int]) -> Any:
+def as_row(elements: Value, axes: Sequence[int], lengths: Sequence[int]) -> Value:
     """The elements of a row, which follow one another along the first of its ragged axes, as it."""
     if len(axes) == 1:
         return elements
@@ -448,7 +455,7 @@ def as_row(elements: Value, axes: Sequence[int], lengths: Sequence[int]) -> Any:
     return numpy.moveaxis(elements.reshape(shape), range(at, at + len(axes)), axes)
 
 
-def as_elements(row: Value, axes: Sequence[int]) -> Any:
+def as_elements(row: Value, axes: Sequence[int]) -> Value:
     """The reverse of `as_row`."""
     if len(axes) == 1:
         return row
@@ -459,7 +466,7 @@ def as_elements(row: Value, axes: Sequence[int]) -> Any:
     return row.reshape(*shape[:at], size, *shape[at + len(axes) :])
 
 
-def _one_after_another(parts: Sequence[Any], axis: int) -> Any:
+def _one_after_another(parts: Sequence[Any], axis: int) -> Value:
     """Joined along an axis: of NumPy if all are, as rows may be that were never on a device."""
     numpy = np if all(isinstance(x, np.ndarray) for x in parts) else jnp
     return numpy.concatenate(parts, axis=axis)
@@ -492,7 +499,7 @@ def leaves_of_rows(rows: Sequence[Any]) -> tuple[list[tuple[str, list[Any]]], An
     return [(jax.tree_util.keystr(at[0][0]), [x for _, x in at]) for at in columns], structure
 
 
-def join(path: str, rows: Sequence[Any], axis: Any) -> tuple[Any, list[np.ndarray], Any]:
+def join(path: str, rows: Sequence[Any], axis: Axes) -> tuple[Any, list[np.ndarray], Any]:
     """The elements of rows one after another, the lengths of rows along each axis, and the axes.
 
     `rows` are what each of the user's rows has in the leaf `path`, and `axis` is what the user
@@ -570,24 +577,24 @@ class RaggedDict(DictOfBatches):
     def copy(self) -> RaggedDict:
         return RaggedDict(self)
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: object) -> RaggedDict:
         return RaggedDict({**self, **other}) if isinstance(other, dict) else NotImplemented
 
-    def __ror__(self, other: Any) -> Any:
+    def __ror__(self, other: object) -> RaggedDict:
         return RaggedDict({**other, **self}) if isinstance(other, dict) else NotImplemented
 
 
 def _flatten(batches: RaggedDict) -> tuple[list[Any], tuple[Any, ...]]:
     distinct: list[Any] = []
 
-    def number(lengths: Any) -> int:
+    def number(lengths: Ints) -> int:
         for i, other in enumerate(distinct):
             if _are_one(lengths, other):
                 return i
         distinct.append(lengths)
         return len(distinct) - 1
 
-    def numbered(x: Value) -> Any:
+    def numbered(x: Value) -> Tree:
         # A tree of what stands for leaves, such as their shardings, keeps the structure it has.
         if not _are_arrays(x):
             return x
@@ -604,11 +611,11 @@ def _flatten_with_keys(batches: RaggedDict) -> tuple[Iterable[Any], tuple[Any, .
     return zip(map(jax.tree_util.DictKey, keys), children, strict=True), keys
 
 
-def _unflatten(keys: tuple[Any, ...], children: Iterable[Any]) -> Any:
+def _unflatten(keys: tuple[Any, ...], children: Iterable[Any]) -> Tree:
     first: dict[int, Any] = {}
     rows = False
 
-    def relinked(x: Value) -> Any:
+    def relinked(x: Value) -> Tree:
         nonlocal rows
         rows = True
         if x.shared is None or not _are_arrays(x):
@@ -623,14 +630,14 @@ def _unflatten(keys: tuple[Any, ...], children: Iterable[Any]) -> Any:
     return (RaggedDict if rows else dict)(zip(keys, values, strict=True))
 
 
-def _map_rows(function: Callable[[Any], Any], tree: Tree) -> Any:
+def _map_rows(function: Callable[[Any], Any], tree: Tree) -> Tree:
     if isinstance(tree, BatchOfRows):
         return function(tree)
     is_rows = lambda x: isinstance(x, BatchOfRows)
     return jax.tree.map(lambda x: function(x) if is_rows(x) else x, tree, is_leaf=is_rows)
 
 
-def _one_of(first: Any, lengths: Any) -> Any:
+def _one_of(first: Ints, lengths: Ints) -> Ints:
     """The first of lengths that were one array, unless it is seen that they no longer are.
 
     Those on a device are trusted: a look at them would wait for what computes them.
@@ -640,7 +647,7 @@ def _one_of(first: Any, lengths: Any) -> Any:
     return first if same else lengths
 
 
-def _are_one(a: Any, b: Any) -> bool:
+def _are_one(a: Ints, b: Ints) -> bool:
     """Whether lengths are one array, or seen to be equal."""
     if a is b:
         return True
@@ -653,7 +660,7 @@ def _are_arrays(rows: Any) -> bool:
     return all(hasattr(lengths, "dtype") for lengths in rows.each_length)
 
 
-def _part_of(rows: Any, lengths: Any) -> Any:
+def _part_of(rows: Any, lengths: Ints | tuple[Ints, ...]) -> Any:
     return rows.tree_unflatten((rows.max_length, rows.axis, None), (rows.data, lengths))
 
 
@@ -678,9 +685,9 @@ class Building(RowBatch):
     @classmethod
     def from_rows(
         cls, rows: Sequence[Any], max_length: Bounds = None, *, axis: Axes = 0
-    ) -> Any: ...
+    ) -> Tree: ...
     @classmethod
-    def from_rows(cls, rows: Sequence[Any], max_length: Bounds = None, *, axis: Axes = 0) -> Any:
+    def from_rows(cls, rows: Sequence[Any], max_length: Bounds = None, *, axis: Axes = 0) -> Tree:
         """Builds a batch from arrays of different lengths, or from pytrees of such arrays.
 
         Args:
@@ -731,7 +738,7 @@ class Building(RowBatch):
 
     @classmethod
     def from_padded(
-        cls: type[B], padded: Value, lengths: Any, max_length: Bounds = None, *, axis: Axes = 0
+        cls: type[B], padded: Value, lengths: Value, max_length: Bounds = None, *, axis: Axes = 0
     ) -> B:
         """Builds a batch from rows that are padded to one size.
 
@@ -763,7 +770,7 @@ class Building(RowBatch):
             )
         at = checked_axes(axis, jax.ShapeDtypeStruct(padded.shape[1:], padded.dtype))
         given = as_lengths_of(at, lengths)
-        each, axes = ((given,), (at,)) if isinstance(at, int) else (given, at)
+        each, axes = as_tuple(given), as_tuple(at)
         count, sizes = padded.shape[0], [padded.shape[k + 1] for k in axes]
         for k, x in enumerate(each):
             if x.shape != (count,):
@@ -792,7 +799,7 @@ class Building(RowBatch):
 
     @classmethod
     def from_offsets(
-        cls: type[B], flat: Value, offsets: Any, max_length: int | None = None, *, axis: int = 0
+        cls: type[B], flat: Value, offsets: Value, max_length: int | None = None, *, axis: int = 0
     ) -> B:
         """Builds a batch from elements and offsets, as TensorFlow, PyTorch, and Arrow store them.
 
@@ -838,7 +845,7 @@ class Building(RowBatch):
         return cls(flat, lengths, max_length, axis=at)
 
 
-def _clipped(lengths: Value, size: int) -> Any:
+def _clipped(lengths: Value, size: int) -> Ints:
     if not isinstance(lengths, Tracer):
         return lengths
     return jnp.clip(lengths.astype(jnp.int32), 0, size)

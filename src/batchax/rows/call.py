@@ -25,7 +25,7 @@ from batchax.frontend.containers import AxisSpec, Parts
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce
 from batchax.jaxprs.error_format import brief, show
-from batchax.jaxprs.types import ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval, stage_described
 from batchax.kernel.registry import call_key
@@ -36,13 +36,15 @@ from batchax.rows.building import (
     same_lengths,
     shown_lengths,
 )
-from batchax.rows.index import RowIndex, pack_rows
+from batchax.rows.index import Ints, RowIndex, pack_rows
 from batchax.rows.numpy_patches import rows_of_one_length
 from batchax.rows.packed_forms import shorten, shorter
 from batchax.rows.padded import CannotPad
 from batchax.rows.ragged import Ragged, rows_of_one_size
 from batchax.rows.sizes import (
+    Dim,
     Lengths,
+    Shape,
     SizeOfRow,
     is_symbolic,
     line_of,
@@ -69,7 +71,7 @@ class RaggedSize(AxisSpec):
             "axis is for a batchax.Ragged. Make one, with Ragged.from_padded, say; or pass an int."
         )
 
-    def of_output(self, value: Value, path: str, size: Any) -> Parts:
+    def of_output(self, value: Value, path: str, size: int) -> Parts:
         if jnp.ndim(value) < len(self.names):
             what = "a number" if not jnp.ndim(value) else "an array of one axis"
             raise AxisError(
@@ -127,7 +129,7 @@ def ragged(*names: str) -> RaggedSize:
     return RaggedSize(names)
 
 
-def check_size_name(name: Any, maker: str) -> None:
+def check_size_name(name: object, maker: str) -> None:
     if not isinstance(name, str) or not name.isidentifier() or name in _OPERATIONS:
         raise ArgumentTypeError(
             f'{maker}() takes a name for the size of rows, such as {maker}("n"), got {brief(name)}.'
@@ -156,7 +158,7 @@ class LaneSize(AxisSpec):
         rows = Ragged(jnp.zeros(room, bool), sizes, bound)
         return Parts([rows], [SizeAlone((self.name,))], lambda examples: examples[0].shape[0])
 
-    def _checked(self, value: Value, path: str) -> Any:
+    def _checked(self, value: Value, path: str) -> Ints:
         if isinstance(value, LocalRows):
             raise UnsupportedError(
                 f"in_axes gives {self!r} for {path}, which is batchax.local(x): lanes are "
@@ -423,7 +425,7 @@ def _check_equal(name: str, paths: tuple[str, str], first: Value, second: Value)
     )
 
 
-def _row_aval(axis: Axis, m: Mapped, dims: Sequence[Any]) -> Any:
+def _row_aval(axis: Axis, m: Mapped, dims: Shape) -> Aval:
     """The type of an argument of one row, with `dims` along its ragged axes."""
     if not dims:
         aval = example_aval(axis, jax.typeof(m.value), m.axis)
@@ -462,7 +464,7 @@ def capacity_of(batch: Ragged) -> int:
     return batch.data.shape[batch.element_axis]
 
 
-def with_room(data: Any, axis: int, capacity: int) -> Any:
+def with_room(data: Value, axis: int, capacity: int) -> Value:
     spare = capacity - data.shape[axis]
     if spare < 0:
         return lax.slice_in_dim(data, 0, capacity, axis=axis)
@@ -473,7 +475,7 @@ def with_room(data: Any, axis: int, capacity: int) -> Any:
     return data
 
 
-def place_ragged(output: OutputArray, shape: Sequence[Any]) -> OutputArray:
+def place_ragged(output: OutputArray, shape: Shape) -> OutputArray:
     """Where an output of that shape for each row, with symbols, goes before it is packed."""
     ragged = [i for i, dim in enumerate(shape) if is_symbolic(dim)]
     if not ragged:
@@ -499,7 +501,7 @@ FoundLengths = tuple[Any, int | None]
 
 def as_ragged(
     padded: Value,
-    shape: Sequence[Any],
+    shape: Shape,
     sizes: Sequence[RowSize],
     arguments: Sequence[tuple[Mapped, SizesOf]],
     sizes_found: Mapping[str, FoundLengths] | None = None,
@@ -539,7 +541,7 @@ def as_ragged(
 
 def as_shorter(
     packed: Value,
-    shape: Sequence[Any],
+    shape: Shape,
     sizes: Sequence[RowSize],
     arguments: Sequence[tuple[Mapped, SizesOf]],
 ) -> Ragged:
@@ -559,7 +561,7 @@ def as_shorter(
     return Ragged(data, lengths, bound, axis=axis)
 
 
-def _lengths_of(dim: Any, sizes: Sequence[RowSize]) -> Any:
+def _lengths_of(dim: Dim, sizes: Sequence[RowSize]) -> Ints:
     for size in sizes:
         if dim == size.symbol:
             return size.lengths
@@ -572,7 +574,7 @@ def _lengths_of(dim: Any, sizes: Sequence[RowSize]) -> Any:
 
 
 def _capacity(
-    dims: Sequence[Any],
+    dims: Shape,
     bounds: Sequence[int],
     sizes: Sequence[RowSize],
     arguments: Sequence[tuple[Mapped, SizesOf]],
@@ -651,7 +653,7 @@ class RowCall(Call):
         described = list(map(place_ragged, outputs.described, shapes))
         return staged, replace(outputs, described=described)
 
-    def staged_for(self, dims: Sequence[Any]) -> tuple[ClosedJaxpr, FlatOutputs]:
+    def staged_for(self, dims: Shape) -> tuple[ClosedJaxpr, FlatOutputs]:
         """The function of one row, whose sizes are `dims`, and its outputs."""
         dim_of = {size.name: dim for size, dim in zip(self.sizes, dims, strict=True)}
         given = self.arguments[self.constants :]

@@ -7,8 +7,8 @@ imported where one of its objects is made. `who` is the name of what the user ca
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,12 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.types import Value
 from batchax.rows.building import Building, as_row, elements_of, part_along
 
+if TYPE_CHECKING:
+    import awkward  # pyright: ignore[reportMissingImports]
+    import pyarrow  # pyright: ignore[reportMissingImports]
+    import tensorflow  # pyright: ignore[reportMissingImports]
+    import torch  # pyright: ignore[reportMissingImports]
+
 R = TypeVar("R", bound="Converters")
 
 
@@ -28,7 +34,7 @@ class Converters(Building):
     """The methods of `Ragged` for batches of other libraries."""
 
     @classmethod
-    def from_torch(cls: type[R], nested: Any, max_length: int | None = None) -> R:
+    def from_torch(cls: type[R], nested: torch.Tensor, max_length: int | None = None) -> R:
         """Builds a batch from a nested tensor of PyTorch.
 
         The tensor has the jagged or the strided layout. Its values are copied, without gradients.
@@ -49,7 +55,7 @@ class Converters(Building):
           >>> x = bx.Ragged.from_torch(nested)  # doctest: +SKIP
         """
         if str(getattr(nested, "layout", None)) == "torch.strided" and nested.is_nested:
-            rows: Any = list(map(_from_tensor, nested.unbind()))
+            rows: Sequence[Value] = list(map(_from_tensor, nested.unbind()))
             differs = np.flatnonzero(np.ptp(np.array([x.shape for x in rows]), 0))
             return cls.from_rows(rows, max_length, axis=tuple(map(int, differs)) or (0,))
         needed = ("values", "offsets", "is_nested")
@@ -62,7 +68,7 @@ class Converters(Building):
             values = (np if isinstance(values, np.ndarray) else jnp).take(values, index, axis=at)
         return cls.from_offsets(values, offsets, max_length, axis=at)
 
-    def to_torch(self) -> Any:
+    def to_torch(self) -> torch.Tensor:
         """Converts the rows to a nested tensor of PyTorch, on the CPU.
 
         It has the jagged layout, or the strided one for several ragged axes.
@@ -76,7 +82,7 @@ class Converters(Building):
         values, lengths = self._parts("to_torch")
         import torch  # pyright: ignore[reportMissingImports]
 
-        def tensor(x: np.ndarray) -> Any:
+        def tensor(x: np.ndarray) -> torch.Tensor:
             if x.dtype == jnp.bfloat16:  # which NumPy by itself does not have
                 return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
             return torch.from_numpy(x)
@@ -90,7 +96,9 @@ class Converters(Building):
         return torch.nested.nested_tensor_from_jagged(tensor(values), offsets, **at)
 
     @classmethod
-    def from_tensorflow(cls: type[R], ragged: Any, max_length: int | None = None) -> R:
+    def from_tensorflow(
+        cls: type[R], ragged: tensorflow.RaggedTensor, max_length: int | None = None
+    ) -> R:
         """Builds a batch from a ``tf.RaggedTensor``.
 
         With several ragged axes, the lists in a row must have one length.
@@ -117,7 +125,7 @@ class Converters(Building):
         return _from_lengths(cls, values, last, max_length)
 
     @classmethod
-    def from_arrow(cls: type[R], array: Value, max_length: int | None = None) -> R:
+    def from_arrow(cls: type[R], array: pyarrow.Array, max_length: int | None = None) -> R:
         """Builds a batch from a ``pyarrow.ListArray``, also large, sliced, chunked, or a view.
 
         Its values may be lists of a fixed size, which are trailing axes of the rows; or lists of
@@ -142,7 +150,7 @@ class Converters(Building):
         _check_has("from_arrow", array, "a pyarrow.ListArray", ("offsets", "values"))
         return _from_lengths(cls, *rows_of(array, "Ragged.from_arrow"), max_length)
 
-    def to_arrow(self) -> Any:
+    def to_arrow(self) -> pyarrow.ListArray:
         """Converts the rows to a ``pyarrow.ListArray``.
 
         Trailing axes become lists of a fixed size, and several ragged axes lists of lists. A row of
@@ -161,7 +169,7 @@ class Converters(Building):
             return lists_of_rows(values, lengths)
 
     @classmethod
-    def from_awkward(cls: type[R], array: Value, max_length: int | None = None) -> R:
+    def from_awkward(cls: type[R], array: awkward.Array, max_length: int | None = None) -> R:
         """Builds a batch from an ``awkward.Array`` with one or more axes of variable size.
 
         With several, the lists in a row must have one length.
@@ -190,7 +198,7 @@ class Converters(Building):
             )
         return _from_lengths(cls, *_awkward_rows(layout), max_length)
 
-    def to_awkward(self) -> Any:
+    def to_awkward(self) -> awkward.Array:
         """Converts the rows to an ``awkward.Array`` with regular trailing axes.
 
         Several ragged axes are lists of lists, as for `to_arrow`.
@@ -239,7 +247,7 @@ class Converters(Building):
         return np.array(part), each[0] if len(each) == 1 else np.stack(each, 1)
 
 
-def _from_lengths(cls: Any, flat: Any, lengths: np.ndarray, max_length: Any) -> Any:
+def _from_lengths(cls: type[R], flat: Value, lengths: np.ndarray, max_length: int | None) -> R:
     """Rows whose elements follow one another along axis 0, with lengths as `rows_of` has."""
     each = by_axis(lengths)
     return cls(flat, list(each.T), max_length, axis=tuple(range(each.shape[1])))
@@ -266,7 +274,7 @@ def _rejected(method: str, values: np.ndarray) -> Iterator[None]:
         ) from None
 
 
-def _from_tensor(tensor: Any) -> Any:
+def _from_tensor(tensor: torch.Tensor) -> Value:
     tensor = tensor.detach().cpu()
     try:
         return tensor.numpy()
@@ -302,7 +310,7 @@ def _awkward_dense(layout: Any) -> np.ndarray:
     return inner.reshape(len(layout), layout.size, *inner.shape[1:])
 
 
-def dense(array: Value, who: str) -> np.ndarray:
+def dense(array: pyarrow.Array, who: str) -> np.ndarray:
     """An array whose elements are numbers, or lists of one size of such elements."""
     _check_no_nulls(array, who)
     size = getattr(array.type, "list_size", None)
@@ -312,7 +320,7 @@ def dense(array: Value, who: str) -> np.ndarray:
     return inner.reshape(len(array), size, *inner.shape[1:])
 
 
-def lists(array: Value, who: str) -> tuple[np.ndarray, np.ndarray]:
+def lists(array: pyarrow.Array, who: str) -> tuple[np.ndarray, np.ndarray]:
     """Of an array of lists, large or sliced or a view too: all elements, and where lists begin.
 
     The elements may be lists of one size, which become trailing axes. There is one offset more than
@@ -327,7 +335,7 @@ def lists(array: Value, who: str) -> tuple[np.ndarray, np.ndarray]:
     return dense(array.values.slice(first, last - first), who), offsets - first
 
 
-def rows_of(array: Value, who: str) -> tuple[np.ndarray, np.ndarray]:
+def rows_of(array: pyarrow.Array, who: str) -> tuple[np.ndarray, np.ndarray]:
     """Of an array of lists, as of `lists`: all elements, and the lengths of lists.
 
     Lists of lists are rows that are ragged along several axes: those of a row are of one length,
@@ -374,11 +382,11 @@ def by_axis(lengths: np.ndarray) -> np.ndarray:
     return lengths[:, None] if lengths.ndim == 1 else lengths
 
 
-def is_lists(kind: Any) -> bool:
+def is_lists(kind: pyarrow.DataType) -> bool:
     return hasattr(kind, "value_field") and getattr(kind, "list_size", None) is None
 
 
-def plain_parts(array: Value) -> list[np.ndarray]:
+def plain_parts(array: pyarrow.Array) -> list[np.ndarray]:
     """Which elements of an array of Arrow are not null, and the bytes of these: not of lists."""
     valid, values = np.asarray(array.is_valid()), array.drop_null()
     kind, (_, *buffers) = values.type, values.buffers()
@@ -395,7 +403,7 @@ def plain_parts(array: Value) -> list[np.ndarray]:
     return [valid, np.frombuffer(buffers[0] or b"", np.uint8)[start * width : stop * width]]
 
 
-def from_dense(values: np.ndarray) -> Any:
+def from_dense(values: np.ndarray) -> pyarrow.Array:
     import pyarrow  # pyright: ignore[reportMissingImports]
 
     array = pyarrow.array(values.reshape(-1))
@@ -404,7 +412,7 @@ def from_dense(values: np.ndarray) -> Any:
     return array
 
 
-def lists_of_rows(values: np.ndarray, lengths: np.ndarray) -> Any:
+def lists_of_rows(values: np.ndarray, lengths: np.ndarray) -> pyarrow.Array:
     """An array of lists, of elements as `from_dense` makes them; lists of lists along several axes.
 
     Lengths are of shape (rows,), or (rows, axes).
@@ -434,7 +442,7 @@ def without_gaps(starts: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.
     return np.repeat(starts - offsets[:-1], count) + np.arange(offsets[-1]), offsets
 
 
-def _check_no_nulls(array: Value, who: str) -> None:
+def _check_no_nulls(array: pyarrow.Array, who: str) -> None:
     if array.null_count:
         raise ArgumentTypeError(
             f"{who}: {array.null_count} entries are null, which is not a number. Drop them "
@@ -442,7 +450,7 @@ def _check_no_nulls(array: Value, who: str) -> None:
         )
 
 
-def _numbers(array: Value, who: str) -> np.ndarray:
+def _numbers(array: pyarrow.Array, who: str) -> np.ndarray:
     numbers = np.asarray(array.to_numpy(zero_copy_only=False))
     if numbers.dtype.kind not in "biufc":
         raise ArgumentTypeError(

@@ -35,7 +35,7 @@ from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import Described, FlatOutputs, OutputArray
 from batchax.frontend.rows import finds_sizes
 from batchax.jaxprs.error_format import brief
-from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
@@ -47,8 +47,10 @@ from batchax.rows.padded_rules.positions import pad_end
 from batchax.rows.size_classes import class_switch
 from batchax.rows.sizes import (
     ASKED_FOR_NUMBERS,
+    Dim,
     Lengths,
     Limited,
+    Shape,
     SizeOfRow,
     Sizes,
     agreed,
@@ -77,7 +79,9 @@ class Finding:
     # By condition and limit what was found: what has one condition has one size.
     places: list[tuple[Any, int | None, Any, Any]] = field(default_factory=list)
 
-    def places_of(self, condition: Value, limit: int | None, called: str, given: Value) -> Any:
+    def places_of(
+        self, condition: Value, limit: int | None, called: str, given: Value
+    ) -> jax.Array:
         """The places where a vector of bools, which is made of what is `given`, is true."""
         if self.scope is None:
             self.needed = True
@@ -98,7 +102,7 @@ class Finding:
         self.places.append((given, limit, here, places))
         return places
 
-    def _symbol(self, bound: int) -> Any:
+    def _symbol(self, bound: int) -> SizeOfRow:
         # The same ones each time that a function is staged: by types JAX knows what it has traced.
         # What it has traced under `jax.jit` it keeps, and so there each is another one.
         number = len(self.places) if _trace_state() == self.outermost else next(_numbers)
@@ -114,7 +118,7 @@ class _SizeNeeded(Exception):
     """A function that is staged without symbols found a size."""
 
 
-def _trace_state() -> Any:
+def _trace_state() -> object:
     return get_opaque_trace_state(convention="nnx")
 
 
@@ -133,7 +137,7 @@ _in_scope = jax.make_user_context(None)
 
 
 @contextmanager
-def _staged_with(scope: Any) -> Iterator[Finding]:
+def _staged_with(scope: _compat.RowScope | None) -> Iterator[Finding]:
     finding = Finding(scope, outermost=None if scope is None else _trace_state())
     before = _finding.set(finding)
     try:
@@ -160,7 +164,7 @@ def with_sizes_found(function: Described) -> Described:
     Whether it does is known once it asks, and then it is staged again.
     """
 
-    def run(*examples: Any) -> tuple[list[Any], FlatOutputs]:
+    def run(*examples: Value) -> tuple[list[Any], FlatOutputs]:
         with _staged_with(None) as first:
             try:
                 returned = function(*examples)
@@ -170,7 +174,7 @@ def with_sizes_found(function: Described) -> Described:
             else:
                 if not first.needed:
                     return returned
-        sizes: Iterator[Any] = (d for x in examples for d in jnp.shape(x) if is_symbolic(d))
+        sizes = (d for x in examples for d in jnp.shape(x) if _compat.is_row_size(d))
         symbol = next(sizes, None)
         if symbol is None:
             return _as_arrays(function, examples)
@@ -243,7 +247,7 @@ def with_lengths(
     hidden += [OutputArray(f"the size found by {each.called}", 0) for each in limited]
     room = {name: _room(sizes, of_rows, d) for name, d in unknown.items()}
 
-    def of_all(outs: Sequence[Any]) -> Any:
+    def of_all(outs: Sequence[Any]) -> Tree:
         parts = iter(outs)
         values = [next(parts) for _ in shapes]
         sizes_found = {name: _known_or_more(next(parts), room[name]) for name in unknown}
@@ -259,7 +263,7 @@ def with_lengths(
     return arrays, replace(outputs, described=[*outputs.described, *hidden], rebuild=of_all)
 
 
-def _room(sizes: Sizes, of_rows: Sequence[RowSize], dim: Any) -> int | None:
+def _room(sizes: Sizes, of_rows: Sequence[RowSize], dim: Dim) -> int | None:
     """How many elements all rows have at most of what was found of them, if less than padded."""
     while str(dim) in sizes.found_of:
         dim = sizes.found_of[str(dim)]
@@ -274,7 +278,7 @@ def _known_or_more(lengths: Value, room: int | None) -> FoundLengths:
     return jnp.maximum(lengths, 0), room  # of a row that a function does not take, it is the least
 
 
-def _check_limit(called: str, limit: int, counts: Any) -> None:
+def _check_limit(called: str, limit: int, counts: Value) -> None:
     sizes = known_lengths(counts)
     if sizes is not None and sizes.size and sizes.max() > limit:
         lane = int(np.argmax(sizes))
@@ -287,7 +291,7 @@ def _check_limit(called: str, limit: int, counts: Any) -> None:
 @_compat.api_boundary
 def compress(
     condition: Value, x: Value, axis: int | None = None, *, max_size: int | None = None
-) -> Any:
+) -> jax.Array:
     """Selects the elements of `x` where `condition` is true, as ``numpy.compress``.
 
     Example:
@@ -347,7 +351,7 @@ def compress(
 
 
 @_compat.api_boundary
-def nonzero(condition: Any, *, max_size: int | None = None) -> tuple[Any, ...]:
+def nonzero(condition: Value, *, max_size: int | None = None) -> tuple[Any, ...]:
     """Finds the indices where `condition` is true, as ``numpy.nonzero``.
 
     Under `vmap`, their number differs between lanes, as for `compress`.
@@ -386,7 +390,7 @@ def nonzero(condition: Any, *, max_size: int | None = None) -> tuple[Any, ...]:
 
 
 @_compat.api_boundary
-def unique(x: Value, *, max_size: int | None = None) -> Any:
+def unique(x: Value, *, max_size: int | None = None) -> jax.Array:
     """Finds the distinct elements of `x`, sorted, as ``numpy.unique``. NaN occurs once.
 
     Under `vmap`, their number differs between lanes, as for `compress`.
@@ -421,7 +425,7 @@ def unique(x: Value, *, max_size: int | None = None) -> Any:
     return _taken(ordered, _places(new, max_size, called, new))
 
 
-def _taken(x: Value, places: Value, axis: int = 0) -> Any:
+def _taken(x: Value, places: Value, axis: int = 0) -> jax.Array:
     if not _has_elements(x.shape[axis]):  # JAX takes nothing of what may have none, as `x[1:]` may
         shape = list(x.shape)
         shape[axis] = 1
@@ -429,14 +433,14 @@ def _taken(x: Value, places: Value, axis: int = 0) -> Any:
     return jnp.take(x, places, axis, mode="clip")
 
 
-def _has_elements(size: Any) -> bool:
+def _has_elements(size: Dim) -> bool:
     try:
         return size >= 1
     except ASKED_FOR_NUMBERS:
         return False
 
 
-def _places(condition: Value, max_size: int | None, called: str, given: Value) -> Any:
+def _places(condition: Value, max_size: int | None, called: str, given: Value) -> jax.Array:
     """Where a vector of bools is true, as int32."""
     _check_max_size(max_size, called)
     if isinstance(condition, Tracer):
@@ -454,7 +458,7 @@ def _places(condition: Value, max_size: int | None, called: str, given: Value) -
     return jnp.asarray(places, np.int32)
 
 
-def _check_max_size(max_size: Any, called: str) -> None:
+def _check_max_size(max_size: int | None, called: str) -> None:
     if max_size is not None and not (is_position(max_size) and max_size >= 0):
         raise ArgumentTypeError(
             f"{called}: max_size must be a non-negative int, got {brief(max_size)}."
@@ -466,7 +470,7 @@ def _check_enough(count: int, max_size: int | None, called: str) -> None:
         raise AxisError(f"{called}: max_size is {max_size}, and there are {count} elements.")
 
 
-def _array(x: Value, called: str, name: str) -> Any:
+def _array(x: Value, called: str, name: str) -> Value:
     """An array, of NumPy if its values are known: what is computed of it is known, too."""
     try:
         x = x if isinstance(x, Tracer) else np.asarray(x)
@@ -503,7 +507,7 @@ class OutputRows:
       [1.0, -1.0, 3.0, -3.0, 5.0, -5.0]
     """
 
-    def __init__(self, values: Any, count: Any) -> None:
+    def __init__(self, values: Tree, count: Value) -> None:
         self.values, self.count = values, count
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
@@ -514,7 +518,7 @@ class OutputRows:
         return cls(*children)
 
 
-def rows_of_output(out: Any) -> Any:
+def rows_of_output(out: Tree) -> Tree:
     """What a function of one row returned; in place of `OutputRows`, as many as there are."""
     is_rows = lambda x: isinstance(x, OutputRows)
     if not is_rows(out):
@@ -631,24 +635,34 @@ def _most(eqn: Eqn) -> int:
     return size if limit is None else min(size, limit)
 
 
-def _whole(sizes: Sizes, x: Value, shape: Sequence[Any]) -> Any:
+def _whole(sizes: Sizes, x: Value, shape: Shape) -> Value:
     for axis, dim in enumerate(shape):
         if is_symbolic(dim):
             x = pad_end(x, axis, sizes.bound(dim) - x.shape[axis])
     return x
 
 
-def _operations(counts: Value, *xs: Value, programs: Any, bounds: Any) -> list[Any]:
+def _operations(
+    counts: Value, *xs: Value, programs: Sequence[ClosedJaxpr], bounds: Sequence[Sequence[int]]
+) -> list[Any]:
     program = programs[-1]
     return eval_jaxpr(program.jaxpr, program.consts, *xs)
 
 
-def _types(counts: Aval, *avals: Aval, programs: Any, bounds: Any) -> list[Any]:
+def _types(
+    counts: Aval, *avals: Aval, programs: Sequence[ClosedJaxpr], bounds: Sequence[Sequence[int]]
+) -> list[Any]:
     return list(programs[-1].out_avals)
 
 
 def _batched(
-    axis: Axis, args: Values, axes: Positions, /, *, programs: Any, bounds: Any
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    /,
+    *,
+    programs: Sequence[ClosedJaxpr],
+    bounds: Sequence[Sequence[int]],
 ) -> tuple[list[Any], Positions]:
     if axes[0] is None or axis.mesh_axis is not None or axis.spmd_name is not None:
         run = lambda *xs: _operations(*xs, programs=programs, bounds=bounds)

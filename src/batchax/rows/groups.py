@@ -43,7 +43,7 @@ from batchax.rows.call import RowCall, SizesOf, place_ragged, reject_ordered, wi
 from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.packed_forms import names_of
 from batchax.rows.ragged import Ragged, rows_of_one_size
-from batchax.rows.sizes import Sizes, ragged_axes
+from batchax.rows.sizes import Dim, Sizes, ragged_axes
 from batchax.rules.calls import calls_library
 from batchax.rules.calls import in_turn as run_in_turn
 
@@ -358,7 +358,7 @@ def symbolic_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
 
 
 def place_for_lengths(
-    axis: Axis, output: OutputArray, shape: tuple[Any, ...], same: bool
+    axis: Axis, output: OutputArray, shape: tuple[Dim, ...], same: bool
 ) -> OutputArray:
     """Where an output goes in each group; `same`, if programs of all lengths compute it alike."""
     output = in_front(place_ragged(output, shape))
@@ -387,7 +387,7 @@ def _dense(m: Mapped) -> Mapped:
     return Mapped(m.path, jnp.moveaxis(move_axis(x, at, 0), together, [k + 1 for k in axes]), 0)
 
 
-def _of_group(group: Axis, x: Value, shape: tuple[Any, ...]) -> Placed:
+def _of_group(group: Axis, x: Value, shape: tuple[Dim, ...]) -> Placed:
     """An output of rows of one length."""
     ragged = tuple(i for i, dim in enumerate(shape) if not isinstance(dim, int))
     if not ragged:

@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,14 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.slices import entry_of, part_of, put_entry, put_part
-from batchax.jaxprs.types import Aval, Value, Values
+from batchax.jaxprs.types import Aval, Tree, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
 from batchax.rules.masking import is_inexact
+
+Ints: TypeAlias = np.ndarray | jax.Array
+"""Integers, of NumPy where they are known while a program is staged."""
 
 _WINDOW = 16
 """So many elements the loop writes at once. It goes over rows in order: where a window reaches into
@@ -72,7 +75,7 @@ def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int
     room, last = np.int32(capacity), np.int32(count - 1)
     within = np.arange(_WINDOW, dtype=np.int32)
 
-    def step(_: Any, state: Any) -> Any:
+    def step(_: Value, state: Tree) -> Tree:
         """A few elements of a row; what is written of the next one is written over later."""
         row, place, element, of_last, (begins, sizes, rows, places) = state
         in_row = row <= last
@@ -104,7 +107,7 @@ def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int
     return list(state[-1])
 
 
-def _start_elsewhere(starts: Value, row: Value) -> Any:
+def _start_elsewhere(starts: Value, row: Value) -> jax.Array:
     """Where a row begins in another array; beyond the last row, beyond that array."""
     last = np.int32(starts.shape[0] - 1)
     return lax.select(row <= last, entry_of(starts, lax.min(row, last)), np.int32(_BEYOND))
@@ -113,7 +116,7 @@ def _start_elsewhere(starts: Value, row: Value) -> Any:
 _BEYOND = 1 << 30
 
 
-def _types(lengths: Any, *starts: Aval, capacity: int, bound: int) -> list[Any]:
+def _types(lengths: Aval, *starts: Aval, capacity: int, bound: int) -> list[Any]:
     shapes = lengths.shape, lengths.shape, (capacity,), (capacity,)
     return [lengths.update(shape=shape, dtype=np.dtype(np.int32)) for shape in shapes]
 
@@ -152,7 +155,7 @@ class RowIndex:
     traced: tuple[Any, Any] | None = None
 
     @classmethod
-    def of(cls, lengths: Any, capacity: int, bound: int) -> RowIndex:
+    def of(cls, lengths: Value, capacity: int, bound: int) -> RowIndex:
         if not isinstance(lengths, Tracer):  # checked when the Ragged was made
             sizes = np.asarray(lengths).astype(np.int32)
             starts = (np.cumsum(sizes) - sizes).astype(np.int32)
@@ -190,36 +193,36 @@ class RowIndex:
         return bool(self.exact and self.lengths.size and (self.lengths == self.bound).all())
 
     @property
-    def total(self) -> Any:
+    def total(self) -> Value:
         return self.starts[-1] + self.lengths[-1] if self.starts.shape[0] else np.int32(0)
 
     @cached_property
-    def rows(self) -> Any:
+    def rows(self) -> Ints:
         """The row of each element of the packed array; B for those that belong to none."""
         return self._of_ended_rows(np.int32(1)) if self.traced is None else self.traced[0]
 
     @cached_property
-    def places(self) -> Any:
+    def places(self) -> Ints:
         """The place within its row of each element of the packed array."""
         if self.traced is not None:
             return self.traced[1] - self.traced[0] * np.int32(self.bound)
         return np.arange(self.capacity, dtype=np.int32) - self._of_ended_rows(self.lengths)
 
     @cached_property
-    def places_in_padded(self) -> Any:
+    def places_in_padded(self) -> Ints:
         """The place of each element in padded rows that follow one another."""
         if self.traced is not None:
             return self.traced[1]
         gaps = self._of_ended_rows(self.bound - self.lengths)
         return np.arange(self.capacity, dtype=np.int32) + gaps
 
-    def _of_ended_rows(self, amounts: Any) -> Any:
+    def _of_ended_rows(self, amounts: Ints | np.int32) -> np.ndarray:
         """For each element of the packed array, the sum of `amounts` of the rows before its own."""
         marks = np.zeros(self.capacity + 1, np.int32)
         np.add.at(marks, np.minimum(self.starts + self.lengths, self.capacity), amounts)
         return np.cumsum(marks[:-1], dtype=np.int32)
 
-    def mask(self) -> Any:
+    def mask(self) -> jax.Array:
         return _mask(self.lengths, self.bound)
 
 
@@ -227,7 +230,7 @@ Axes = int | tuple[int, ...]
 """The ragged axis of a row, or its ragged axes, in order, of which packed rows have the first."""
 
 
-def pad_rows(data: Any, index: RowIndex, axis: Axes, fill_value: Any = 0) -> Any:
+def pad_rows(data: Value, index: RowIndex, axis: Axes, fill_value: Value = 0) -> jax.Array:
     """Packed rows, along `axis` of `data`, as an array of padded rows with the rows in front."""
     axes = _axes(axis)
     pieces = _pad_pieces(data, index, axes[0], fill_value)
@@ -247,7 +250,7 @@ def _of_pieces(axes: Sequence[int]) -> tuple[list[int], list[int]]:
     return [*range(1, count), count + axes[0]], [axis + 1 for axis in axes]
 
 
-def _pad_pieces(data: Any, index: RowIndex, axis: int, fill_value: Any) -> Any:
+def _pad_pieces(data: Value, index: RowIndex, axis: int, fill_value: Value) -> jax.Array:
     rows, bound, capacity = index.starts.shape[0], index.bound, data.shape[axis]
     shape = (rows, *data.shape[:axis], bound, *data.shape[axis + 1 :])
     if fill_value is None or jnp.issubdtype(data.dtype, jax.dtypes.prng_key):
@@ -263,7 +266,7 @@ def _pad_pieces(data: Any, index: RowIndex, axis: int, fill_value: Any) -> Any:
     return jnp.where(mask, filled, jnp.asarray(fill_value, data.dtype))
 
 
-def pack_rows(padded: Value, index: RowIndex, axis: Axes) -> Any:
+def pack_rows(padded: Value, index: RowIndex, axis: Axes) -> jax.Array:
     """Padded rows, with the rows in front, one after another along `axis`; then zeros."""
     axes = _axes(axis)
     if len(axes) > 1:
@@ -277,10 +280,10 @@ def pack_rows(padded: Value, index: RowIndex, axis: Axes) -> Any:
 
 def _linear_gather(
     forward: Callable[..., Any], transpose: Callable[..., Any], index: RowIndex, x: Value, axis: int
-) -> Any:
+) -> jax.Array:
     residuals = [index.starts, index.lengths, index.places_in_padded]
 
-    def of(gather: Any) -> Any:
+    def of(gather: Callable[..., jax.Array]) -> Callable[[Values, Values], list[jax.Array]]:
         return lambda arrays, xs: [gather(xs[0], *arrays, axis, index.bound, index.exact)]
 
     if not is_inexact(x):
@@ -290,8 +293,8 @@ def _linear_gather(
 
 
 def _pad(
-    data: Any, starts: Value, lengths: Value, places: Value, axis: int, bound: int, exact: bool
-) -> Any:
+    data: Value, starts: Value, lengths: Value, places: Value, axis: int, bound: int, exact: bool
+) -> jax.Array:
     shape = (*data.shape[:axis], bound, *data.shape[axis + 1 :])
     rows = starts.shape[0]
     if rows == 0 or bound == 0 or data.shape[axis] == 0:
@@ -310,7 +313,7 @@ def _pack(
     axis: int,
     bound: int,
     exact: bool,
-) -> Any:
+) -> jax.Array:
     rows, capacity = padded.shape[0], places.shape[0]
     if rows == 0 or bound == 0 or capacity == 0:
         shape = (*padded.shape[1 : axis + 1], capacity, *padded.shape[axis + 2 :])
@@ -324,7 +327,7 @@ def _pack(
     return _zero_unless(packed, belongs, (axis,))
 
 
-def take_clipped(x: Value, places: Value, axis: int, **options: Any) -> Any:
+def take_clipped(x: Value, places: Value, axis: int, **options: Any) -> jax.Array:
     """The elements of `x` at these places along `axis`; of those out of bounds the nearest.
 
     The gather itself has places in bounds: ``checkify`` reports the others, though no result
@@ -336,7 +339,7 @@ def take_clipped(x: Value, places: Value, axis: int, **options: Any) -> Any:
     return jnp.take(x, places, axis=axis, mode="clip", **options)
 
 
-def moved(x: Value, axis: int, source: Value, target: Value) -> Any:
+def moved(x: Value, axis: int, source: Value, target: Value) -> jax.Array:
     """An array that holds ``x[source[i]]`` at place `i` of `axis`; zero where that is negative.
 
     `target` is the reverse: where each element of `x` goes, negative for nowhere. No two go to one
@@ -352,7 +355,7 @@ def moved(x: Value, axis: int, source: Value, target: Value) -> Any:
     return linear_with_transpose(of(0), of(1), places, [x], ("moved", axis))[0]
 
 
-def _pick(x: Value, axis: int, places: Value) -> Any:
+def _pick(x: Value, axis: int, places: Value) -> jax.Array:
     if not x.shape[axis]:  # there is nothing that an index could be clipped to
         return jnp.zeros((*x.shape[:axis], len(places), *x.shape[axis + 1 :]), x.dtype)
     taken = take_clipped(x, places, axis)
@@ -362,10 +365,10 @@ def _pick(x: Value, axis: int, places: Value) -> Any:
     return _zero_unless(taken, jnp.asarray(places >= 0), (axis,))
 
 
-def _mask(lengths: Value, bound: int) -> Any:
+def _mask(lengths: Value, bound: int) -> jax.Array:
     return jnp.asarray(lengths)[:, None] > jnp.arange(bound, dtype=jnp.int32)[None]
 
 
-def _zero_unless(x: Value, belongs: Any, dims: tuple[int, ...]) -> Any:
+def _zero_unless(x: Value, belongs: Value, dims: tuple[int, ...]) -> jax.Array:
     belongs = lax.broadcast_in_dim(belongs, x.shape, dims)
     return lax.select(belongs, x, lax.full_like(x, 0))

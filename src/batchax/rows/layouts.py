@@ -30,7 +30,7 @@ from batchax.frontend.rows import Layout
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.registry import is_replaced_in_jax, reduced_dims
 from batchax.rows.packed_forms import (
     Names,
@@ -45,7 +45,15 @@ from batchax.rows.packed_forms import (
 from batchax.rows.padded_rules.calls import staged_jvp_rule
 from batchax.rows.padded_rules.positions import WRITES
 from batchax.rows.row_rules import size_of_rule
-from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols, is_symbolic, ragged_axis
+from batchax.rows.sizes import (
+    Dim,
+    Shape,
+    Sizes,
+    depends_on_sizes,
+    has_symbols,
+    is_symbolic,
+    ragged_axis,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class Constant:
     """An operand that is written in the program."""
 
     value: Value
-    shape: tuple[Any, ...]
+    shape: tuple[Dim, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +131,7 @@ def _with_known_index(
     return eqn.replace(invars=invars), Constant(index, aval.shape)
 
 
-def _one_start(entry: Any, window: Sequence[Any], bounds: Mapping[str, int]) -> int | None:
+def _one_start(entry: Dim, window: Sequence[Any], bounds: Mapping[str, int]) -> int | None:
     """Where windows begin in all rows in which they have elements; None if it differs."""
     if not is_symbolic(entry):
         return int(entry)
@@ -150,7 +158,7 @@ def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> Ro
     consts: dict[int, Any] = {}
     steps: list[RowStep] = []
 
-    def number(shape: Any) -> int:
+    def number(shape: Shape) -> int:
         shapes[len(shapes)] = tuple(shape)
         return len(shapes) - 1
 
@@ -163,14 +171,14 @@ def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> Ro
         return None if isinstance(i, Constant) else vectors.get(i)
 
     def walk(
-        body: Any, arguments: Sequence[int | Constant], callers: tuple[Any, ...] = ()
+        body: ClosedJaxpr, arguments: Sequence[int | Constant], callers: tuple[Any, ...] = ()
     ) -> list[int | Constant]:
         env: dict[Any, int | Constant] = dict(zip(body.jaxpr.invars, arguments, strict=True))
         for v, x in zip(body.jaxpr.constvars, body.consts, strict=True):
             env[v] = number(v.aval.shape)
             consts[env[v]] = x  # pyright: ignore[reportArgumentType]
 
-        def read(v: Any) -> int | Constant:
+        def read(v: core.Var | core.Literal) -> int | Constant:
             return Constant(v.val, np.shape(v.val)) if isinstance(v, core.Literal) else env[v]
 
         for eqn, *_ in plan(body.jaxpr.eqns, body.jaxpr.outvars):
@@ -208,7 +216,7 @@ REDUCTIONS = {
 """The reductions over segments; JAX cannot differentiate its product over segments."""
 
 
-def reduce_segments(kind: str, x: Value, rows: Value, count: int) -> Any:
+def reduce_segments(kind: str, x: Value, rows: Value, count: int) -> jax.Array:
     """`x`, packed along axis 0, reduced over each of the `count` rows by one of `REDUCTIONS`.
 
     `rows` is the row of each element, in order; `count` for those that belong to none.
@@ -218,22 +226,22 @@ def reduce_segments(kind: str, x: Value, rows: Value, count: int) -> Any:
     return _reduce(kind, x, rows, count)
 
 
-def _reduce(kind: str, x: Value, rows: Value, count: int) -> Any:
+def _reduce(kind: str, x: Value, rows: Value, count: int) -> jax.Array:
     is_bool = x.dtype == jnp.bool_
     x = x.astype(jnp.int32) if is_bool else x
     out = REDUCTIONS[kind](x, rows, count, indices_are_sorted=True, mode="drop")
     return out > 0 if is_bool else out
 
 
-def _extreme(kind: str, count: int, x: Value, rows: Value) -> Any:
+def _extreme(kind: str, count: int, x: Value, rows: Value) -> jax.Array:
     """The greatest or least of each row, with a derivative: JAX has none of it over segments."""
 
     @jax.custom_jvp
-    def extreme(x: Value, rows: Any) -> Any:
+    def extreme(x: Value, rows: Value) -> jax.Array:
         return _reduce(kind, x, rows, count)
 
     @extreme.defjvp
-    def _(primals: Values, tangents: Values) -> Any:
+    def _(primals: Values, tangents: Values) -> tuple[jax.Array, jax.Array]:
         # As that of `reduce_max`: elements equal to the extreme share its derivative evenly.
         (x, rows), (dx, _) = primals, tangents
         # A compiler may compute `x` again where it is compared, and round it otherwise: then no
@@ -332,7 +340,7 @@ class _Look(NamedTuple):
 _MOST_RULES = 8
 
 
-def _acts_inside(body: Any, look: _Look) -> bool:
+def _acts_inside(body: Jaxpr | ClosedJaxpr, look: _Look) -> bool:
     return all(_acts_on_elements(eqn, look) for eqn in _compat.close(body).jaxpr.eqns)
 
 
@@ -508,7 +516,7 @@ class Costs:
     def alone(self) -> set[str]:
         return set(self.packed.bounds).difference(*self.room)
 
-    def move(self, shape: Sequence[Any]) -> float:
+    def move(self, shape: Shape) -> float:
         """Nanoseconds, roughly, to move a value, of numbers of 32 bits, between layouts."""
         places = self.rows * max(self.padded.bounds.values())
         size = self.rows * math.prod(self.padded.bounds_of(shape))

@@ -9,7 +9,8 @@ symbolic size go to JAX's own function.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,16 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import max_dim, min_dim
+from jax.typing import DTypeLike
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.types import Value
+from batchax.jaxprs.types import Tree, Value
 from batchax.rows.padded_rules.positions import greatest_of
-from batchax.rows.sizes import agreed, greatest
+from batchax.rows.sizes import Dim, agreed, greatest
 
 
 @_compat.patches("psum")
-def _psum(original: Callable[..., Any], x: Value, names: Any, **kwargs: Any) -> Any:
+def _psum(original: Callable[..., Any], x: Value, names: Sequence[Hashable], **kwargs: Any) -> Tree:
     # JAX multiplies a constant that is not an array by the number of lanes. The length of a row is
     # not a constant: a symbolic one becomes an array. A number that may be a length, where rows are
     # grouped by length, raises.
@@ -60,21 +62,21 @@ _grouped: ContextVar[Hashable | None] = ContextVar("grouped", default=None)
 
 
 @_compat.patches("indices")
-def _parse_indices(original: Callable[..., Any], indices: Any, *args: Any) -> Any:
+def _parse_indices(original: Callable[..., Any], indices: Sequence[Value], *args: Any) -> object:
     # JAX takes an int or an array for an index, and a symbolic size is neither.
-    indices = (jnp.asarray(i) if _compat.is_row_size(i) else i for i in indices)
-    return original(tuple(indices), *args)
+    of_arrays = (jnp.asarray(i) if _compat.is_row_size(i) else i for i in indices)
+    return original(tuple(of_arrays), *args)
 
 
 @_compat.patches("jax.lax.fori_loop")
 def _fori_loop(
     original: Callable[..., Any],
-    lower: Any,
-    upper: Any,
+    lower: Value,
+    upper: Value,
     body_fun: Callable[..., Any],
-    init_val: Any,
+    init_val: Tree,
     **options: Any,
-) -> Any:
+) -> Tree:
     # JAX makes a scan, which has a reverse mode, if it knows the number of steps as an int, and
     # else a `while_loop`, which has none. This makes a scan for a symbolic one, too.
     bounds = lower, upper
@@ -90,22 +92,29 @@ def _fori_loop(
 
 @_compat.patches("jax.random.permutation")
 def _permutation(
-    original: Any, key: Any, x: Value, axis: int = 0, independent: bool = False, **options: Any
-) -> Any:
+    original: Callable[..., Value],
+    key: jax.Array,
+    x: Value,
+    axis: int = 0,
+    independent: bool = False,
+    **options: Any,
+) -> jax.Array:
     x = jnp.arange(x) if _compat.is_row_size(x) else x
-    size = np.shape(x)[axis] if np.ndim(x) else None
-    if options or not any(map(_compat.is_row_size, np.shape(x))):
+    shape, whole = np.shape(x), independent or np.ndim(x) == 1
+    ragged = any(map(_compat.is_row_size, shape)) and not options
+    most = greatest(math.prod(shape) if whole else shape[axis]) if ragged else None
+    if most is None:
         return original(key, x, axis, independent, **options)
-    if independent or np.ndim(x) == 1:
-        return _shuffled(key, x, axis)
-    return jnp.take(x, _shuffled(key, jnp.arange(size), 0), axis, unique_indices=True)
+    if whole:
+        return _shuffled(key, x, axis, most)
+    order = _shuffled(key, jnp.arange(shape[axis]), 0, most)
+    return jnp.take(x, order, axis, unique_indices=True)
 
 
-def _shuffled(key: Any, x: Value, axis: int) -> Any:
+def _shuffled(key: jax.Array, x: Value, axis: int, most: int) -> jax.Array:
     # JAX sorts by random keys, in so many rounds that no two elements are likely to have had equal
     # keys in each. That number grows with the size. Here there are the rounds of the longest row,
     # and a row that takes fewer keeps what it has in the others.
-    most: Any = greatest(x.size)
     for count in range(1, _rounds(most) + 1):
         key, own = jax.random.split(key)
         _, again = lax.sort_key_val(jax.random.bits(own, x.shape, np.uint32), x, axis)
@@ -121,7 +130,9 @@ def _rounds(size: int) -> int:
 
 
 @_compat.patches("jax.numpy.convolve")
-def _convolve(original: Any, a: Value, v: Value, mode: str = "full", **options: Any) -> Any:
+def _convolve(
+    original: Callable[..., Value], a: Value, v: Value, mode: str = "full", **options: Any
+) -> jax.Array:
     # JAX swaps the two if the second is longer, so it has to know. Here zeros follow both, up to
     # sizes that all rows share, and the wanted part of the result begins at a place that depends
     # on the row.
@@ -129,7 +140,10 @@ def _convolve(original: Any, a: Value, v: Value, mode: str = "full", **options: 
     if not ragged or np.ndim(a) != np.ndim(v) or mode not in ("full", "same", "valid"):
         return original(a, v, mode, **options)
     n, m = np.shape(a)[0], np.shape(v)[0]
-    whole = original(_resized(a, greatest(n)), _resized(v, greatest(m)), "full", **options)
+    most, most_of_v = greatest(n), greatest(m)
+    if most is None or most_of_v is None:
+        return original(a, v, mode, **options)
+    whole = original(_resized(a, most), _resized(v, most_of_v), "full", **options)
     is_longer = agreed(n, m)
     shorter = min_dim(n, m) if is_longer is None else m if is_longer else n
     start, size = {
@@ -143,15 +157,15 @@ def _convolve(original: Any, a: Value, v: Value, mode: str = "full", **options: 
 @_compat.patches("jax.numpy.linspace")
 def _linspace(
     original: Callable[..., Any],
-    start: Any,
-    stop: Any,
-    num: Any = 50,
+    start: Value,
+    stop: Value,
+    num: Dim = 50,
     endpoint: bool = True,
     retstep: bool = False,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     axis: int = 0,
     **kwargs: Any,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """As `jnp.linspace`: JAX computes the number of steps as a number, and puts the end behind."""
     if not _compat.is_row_size(num) or kwargs or axis != 0:
         return original(start, stop, num, endpoint, retstep, dtype, axis, **kwargs)
@@ -178,9 +192,9 @@ def _searchsorted(
     a: Value,
     v: Value,
     side: str = "left",
-    sorter: Any = None,
+    sorter: Value = None,
     **kwargs: Any,
-) -> Any:
+) -> jax.Array:
     # JAX halves as often as the size says. The table is as long as that of the longest row here,
     # and ends with what no value sorts after.
     size = np.shape(a)[0] if np.ndim(a) == 1 else None
@@ -194,14 +208,14 @@ def _searchsorted(
 
 
 @_compat.patches("searchsorted", "nonzero")
-def _without_derivative(original: Callable[..., Any], *operands: Value, **options: Any) -> Any:
+def _without_derivative(original: Callable[..., Any], *operands: Value, **options: Any) -> Tree:
     # The results are integers. JAX's derivative of them allocates zeros with NumPy, which requires
     # sizes as numbers. It is not called for operands without a derivative.
     return original(*map(lax.stop_gradient, operands), **options)
 
 
 @_compat.patches("jax.numpy.fft.rfftfreq")
-def _rfftfreq(original: Any, n: Any, d: Any = 1.0, **kwargs: Any) -> Any:
+def _rfftfreq(original: Callable[..., Value], n: Dim, d: Value = 1.0, **kwargs: Any) -> jax.Array:
     # JAX asks whether the size is even, and takes it to be odd where it cannot tell. There are as
     # many either way.
     if not _compat.is_row_size(n):
@@ -212,14 +226,14 @@ def _rfftfreq(original: Any, n: Any, d: Any = 1.0, **kwargs: Any) -> Any:
 
 @_compat.patches("jax.numpy.interp")
 def _interp(
-    original: Any,
+    original: Callable[..., Value],
     x: Value,
-    xp: Any,
-    fp: Any,
-    left: Any = None,
-    right: Any = None,
-    period: Any = None,
-) -> Any:
+    xp: Value,
+    fp: Value,
+    left: Value = None,
+    right: Value = None,
+    period: Value = None,
+) -> jax.Array:
     # JAX asks for the length of the table as a number.
     size = np.shape(xp)[0] if np.ndim(xp) == 1 else None
     if not _compat.is_row_size(size) or period is not None or isinstance(left or right, str):
@@ -242,8 +256,12 @@ def _interp(
 
 @_compat.patches("jax.lax.associative_scan", "derivative of cumprod")
 def _associative_scan(
-    original: Any, fn: Callable[..., Any], elems: Any, reverse: bool = False, axis: int = 0
-) -> Any:
+    original: Callable[..., Value],
+    fn: Callable[..., Any],
+    elems: Tree,
+    reverse: bool = False,
+    axis: int = 0,
+) -> Tree:
     # No result depends on later elements: a scan over as many as the longest row has gives the
     # same. Pairs that a row has not got are replaced by its first pair, or they could make a NaN
     # that reaches the gradient of what all pairs share.
@@ -259,7 +277,7 @@ def _associative_scan(
         elems = jax.tree.map(lambda x: jnp.flip(x, axis), elems)
     pair = _first_pair(elems, axis)
 
-    def combine(before: Any, after: Any) -> Any:
+    def combine(before: Tree, after: Tree) -> Tree:
         own = after[1]
         given = zip((before[0], after[0]), pair, strict=True)
         return fn(*(_where(own, xs, safe, axis) for xs, safe in given)), own
@@ -272,23 +290,23 @@ def _associative_scan(
     return jax.tree.map(lambda x: jnp.flip(x, axis), out) if reverse else out
 
 
-def _resized(x: Value, size: Any, axis: int = 0) -> Any:
+def _resized(x: Value, size: Dim, axis: int = 0) -> jax.Array:
     """`x` with so many elements along an axis: zeros are added, or the last ones cut off."""
     x = jnp.asarray(x)
     config = [(0, size - n if i == axis else 0, 0) for i, n in enumerate(x.shape)]
     return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
-def _first_pair(xs: Any, axis: int) -> list[Any]:
+def _first_pair(xs: Tree, axis: int) -> list[Any]:
     """The first two elements along an axis, with it, and without a derivative."""
     take = lambda i: lambda x: jnp.take(x, np.array([i]), axis, mode="clip")
     return [lax.stop_gradient(jax.tree.map(take(i), xs)) for i in (0, 1)]
 
 
-def _where(mask: Any, xs: Any, others: Any, axis: int) -> Any:
+def _where(mask: jax.Array, xs: Tree, others: Tree, axis: int) -> Tree:
     """`xs` where `mask`, which is along that axis, is true, and `others` where not."""
 
-    def pick(x: Value, other: Any) -> Any:
+    def pick(x: Value, other: Value) -> jax.Array:
         shape = [-1 if i == axis else 1 for i in range(x.ndim)]
         return jnp.where(mask.reshape(shape), x, other)
 
@@ -297,8 +315,13 @@ def _where(mask: Any, xs: Any, others: Any, axis: int) -> Any:
 
 @_compat.patches("jax.numpy.cov")
 def _cov(
-    original: Any, m: Any, y: Value = None, rowvar: bool = True, *args: Any, **more: Any
-) -> Any:
+    original: Callable[..., Value],
+    m: Value,
+    y: Value = None,
+    rowvar: bool = True,
+    *args: Any,
+    **more: Any,
+) -> jax.Array:
     # JAX returns early where there is no observation, which may be said of some rows.
     shape = np.shape(m)
     count = shape[-1 if rowvar or len(shape) == 1 else 0] if len(shape) else 1
@@ -308,8 +331,12 @@ def _cov(
 
 @_compat.patches(*(f"jax.numpy.fft.{name}" for name in ("fft", "ifft", "rfft", "irfft")))
 def _fft(
-    original: Callable[..., Any], a: Value, n: Any = None, axis: int = -1, norm: str | None = None
-) -> Any:
+    original: Callable[..., Any],
+    a: Value,
+    n: Dim | None = None,
+    axis: int = -1,
+    norm: str | None = None,
+) -> jax.Array:
     # JAX asks for the wanted size as an int, and crops and pads to it.
     a = jnp.asarray(a)
     halved = original is _irfft
@@ -332,7 +359,7 @@ def _fft(
 _irfft = jnp.fft.irfft
 
 
-def _cropped(x: Value, axis: int, size: Any) -> Any:
+def _cropped(x: Value, axis: int, size: Dim) -> jax.Array:
     """`x` with so many elements along an axis, the first ones, and zeros behind them."""
     own = np.shape(x)[axis]
     if own is size or (_compat.is_row_size(own) and own.is_known_to_be(size)):

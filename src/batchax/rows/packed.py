@@ -44,7 +44,7 @@ from batchax.rows.packed_forms import (
 )
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
 from batchax.rows.row_rules import Rows, in_packed_rows, size_of_rule
-from batchax.rows.sizes import depends_on_sizes, has_symbols, is_symbolic, ragged_axis
+from batchax.rows.sizes import Dim, Shape, depends_on_sizes, has_symbols, is_symbolic, ragged_axis
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Packed:
     """A value of all rows."""
 
     value: Value  # an array
-    shape: tuple[Any, ...]  # the shape that the value has for one row
+    shape: tuple[Dim, ...]  # the shape that the value has for one row
     # Where `value` has an axis for the rows. None if it has no such axis: because rows do not
     # differ in it, or because they follow one another along the ragged axis of `shape`.
     axis: Position = None
@@ -71,12 +71,12 @@ class PackedRows:
     def bounds(self) -> dict[str, int]:
         return {name: own.bound for name, own in self.index.items()}
 
-    def of(self, dim: Any) -> RowIndex:
+    def of(self, dim: Dim) -> RowIndex:
         named = shorter(dim, self.bounds)
         assert named is not None
         return self.index[named[0]]
 
-    def holds(self, shape: Sequence[Any]) -> bool:
+    def holds(self, shape: Shape) -> bool:
         """Whether values of that shape are packed: see `can_hold`."""
         return can_hold(self.room, shape)
 
@@ -97,7 +97,7 @@ class PackedRows:
         index = RowIndex.of(math.prod(lengths), self.room[names], math.prod(bounds))
         return PackedRows(self.axis, {str(merged_size(names)): index})
 
-    def cut(self, x: Packed) -> Any:
+    def cut(self, x: Packed) -> Value:
         """The array of a value; if it is packed, no derivative passes through what is no row's."""
         if x.axis is not None or not has_symbols(x.shape):
             return x.value
@@ -125,7 +125,7 @@ class PackedRows:
         count = next((len(own.starts) for own in self.index.values()), 0)
         return PackedSizes(room, totals, exact, of_row=self.bounds, row_of=row_of, count=count)
 
-    def size_of_rows(self, dim: Any) -> Any:
+    def size_of_rows(self, dim: Dim) -> jax.Array:
         lengths = {name: jnp.asarray(own.lengths) for name, own in self.index.items()}
         return _compat.evaluate_size(dim, lengths)
 
@@ -271,7 +271,7 @@ def _reduce(rows: PackedRows, eqn: Eqn, x: Packed, at: int) -> Packed:
     return Packed(reduced, eqn.outvars[0].aval.shape, 0)
 
 
-def _for_each_element(rows: PackedRows, eqn: Eqn, x: Packed, shape: Sequence[Any]) -> Row:
+def _for_each_element(rows: PackedRows, eqn: Eqn, x: Packed, shape: Shape) -> Row:
     """An operand as it is in one long row: what differs between rows, for each element."""
     if x.axis is None:
         return Row(x.value, x.shape)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -36,7 +37,9 @@ from batchax.rows.padded_rules.positions import (
     dropped_in_reverse,
 )
 from batchax.rows.sizes import (
+    Dim,
     Lengths,
+    Shape,
     SizeOfRow,
     Sizes,
     has_symbols,
@@ -45,11 +48,14 @@ from batchax.rows.sizes import (
     ragged_axis,
 )
 
+if TYPE_CHECKING:
+    from batchax.rows.packed import Packed, PackedRows
+
 Shorter = tuple[str, int]
 """A size of rows, less so many elements, and never negative."""
 
 
-def shorter(dim: Any, bounds: Mapping[str, int]) -> Shorter | None:
+def shorter(dim: Dim, bounds: Mapping[str, int]) -> Shorter | None:
     """The size that `dim` is, and less how many elements; None if it has another form."""
     name = str(dim)
     if name.isidentifier():
@@ -86,19 +92,19 @@ class PackedSizes(Sizes):
     row_of: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     count: int = 0  # how many rows there are
 
-    def _shorter(self, dim: Any) -> Shorter | None:
+    def _shorter(self, dim: Dim) -> Shorter | None:
         """Of which size it is less, and by how much; None if by nothing."""
         of = shorter(dim, self.of_row) if is_symbolic(dim) else None
         return of if of is not None and of[1] else None
 
-    def bound(self, dim: Any) -> int:
+    def bound(self, dim: Dim) -> int:
         of = self._shorter(dim)
         return super().bound(dim) if of is None else self.bounds[of[0]]
 
-    def is_exact(self, dim: Any) -> bool:
+    def is_exact(self, dim: Dim) -> bool:
         return self._shorter(dim) is None and super().is_exact(dim)
 
-    def belongs(self, dim: Any) -> Any:
+    def belongs(self, dim: Dim) -> jax.Array:
         """Which elements belong to a row of this size: so many more of the same row follow."""
         of = self._shorter(dim)
         if of is None:
@@ -110,7 +116,9 @@ class PackedSizes(Sizes):
         return jnp.asarray((row == after) & (row < self.count))
 
 
-def shorten(x: Value, index: RowIndex, less: int, axis: int, lengths: Value, capacity: int) -> Any:
+def shorten(
+    x: Value, index: RowIndex, less: int, axis: int, lengths: Value, capacity: int
+) -> jax.Array:
     """Packed rows without the last `less` elements of each, and with nothing between them."""
     room, most = x.shape[axis], max(index.bound - less, 0)
     lengths = lengths.astype(np.int32)
@@ -129,7 +137,7 @@ def shorten(x: Value, index: RowIndex, less: int, axis: int, lengths: Value, cap
     return moved(x, axis, source, target)
 
 
-Move = Callable[[Any, Operation, Sequence[Any]], Any]
+Move = Callable[["PackedRows", Operation, Sequence["Packed"]], jax.Array]
 """``move(rows, operation, values)``: the array of the result, from those of operands, packed."""
 
 
@@ -139,10 +147,11 @@ def packed_move(eqn: Eqn, bounds: Mapping[str, int]) -> Move | None:
     return None if find is None else find(eqn, bounds)
 
 
-def _starts(v: Any) -> list[int] | None:
+def _starts(v: core.Var | core.Literal) -> list[int] | None:
     """An index that is known, by `layouts.flatten`: so far from the first element."""
-    is_vector = isinstance(v, core.Literal) and np.ndim(v.val) == 1
-    return [int(i) for i in np.asarray(v.val)] if is_vector else None
+    if isinstance(v, core.Literal) and np.ndim(v.val) == 1:
+        return [int(i) for i in np.asarray(v.val)]
+    return None
 
 
 def _slice_of(eqn: Eqn, bounds: Mapping[str, int]) -> Move | None:
@@ -194,7 +203,7 @@ def _window(
     if any(sizes[i] < 1 or starts.get(i, 0) < 0 or last[i] >= shape[i] for i in others):
         return None
 
-    def move(rows: Any, op: Operation, values: Sequence[Any]) -> Any:
+    def move(rows: PackedRows, op: Operation, values: Sequence[Packed]) -> jax.Array:
         x = shift(values[0].value, at, -start)
         first = [0 if axis == at else starts.get(axis, 0) for axis in range(len(shape))]
         limits = [x.shape[at] if axis == at else last[axis] + 1 for axis in range(len(shape))]
@@ -205,7 +214,7 @@ def _window(
     return move
 
 
-def shift(x: Value, axis: int, by: int) -> Any:
+def shift(x: Value, axis: int, by: int) -> jax.Array:
     """Each element so many places further, or nearer to the front; zeros where none comes."""
     if not by:
         return x
@@ -242,15 +251,18 @@ def _scatter_of(eqn: Eqn, bounds: Mapping[str, int]) -> Move | None:
     return None if eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] else _write
 
 
-def _added(at: int, start: int, rows: Any, op: Operation, values: Sequence[Any]) -> Any:
+def _added(
+    at: int, start: int, rows: PackedRows, op: Operation, values: Sequence[Packed]
+) -> jax.Array:
     x, _, updates = values
     update = op.masked(Row(updates.value, updates.shape), 0)
     return x.value + shift(update, at, start)
 
 
-def _read(rows: Any, op: Operation, values: Sequence[Any]) -> Any:
+def _read(rows: PackedRows, op: Operation, values: Sequence[Packed]) -> jax.Array:
     x, indices = values
-    mode, capacity = op.eqn.params["mode"], rows.of(x.shape[ragged_axis(x.shape)]).capacity
+    (at,), mode = ragged_axes(x.shape), op.eqn.params["mode"]
+    capacity = rows.of(x.shape[at]).capacity
     target, inside = _targets(rows, x, indices)
     if mode == FILL_OR_DROP:
         target = jnp.where(inside, target, np.int32(capacity))
@@ -264,7 +276,7 @@ def _read(rows: Any, op: Operation, values: Sequence[Any]) -> Any:
     return op.cut(out, op.out_shape)
 
 
-def _write(rows: Any, op: Operation, values: Sequence[Any]) -> Any:
+def _write(rows: PackedRows, op: Operation, values: Sequence[Packed]) -> jax.Array:
     x, indices, updates = values
     target, inside = _targets(rows, x, indices)
     if op.eqn.params["mode"] == CLIP:
@@ -272,13 +284,14 @@ def _write(rows: Any, op: Operation, values: Sequence[Any]) -> Any:
     belongs = op.sizes.mask(indices.shape, op.sizes.padded_axes(indices.shape))
     written = inside if belongs is None else inside & belongs[..., 0]
     # Each to another place out of bounds, as the indices may be declared unique.
-    beyond = np.int32(rows.of(x.shape[ragged_axis(x.shape)]).capacity)
+    (at,) = ragged_axes(x.shape)
+    beyond = np.int32(rows.of(x.shape[at]).capacity)
     nowhere = beyond + lax.iota(np.int32, written.size).reshape(written.shape)
     target = lax.expand_dims(jnp.where(written, target, nowhere), (target.ndim,))
     return op.bind(x.value, target, updates.value, mode=FILL_OR_DROP, indices_are_sorted=False)
 
 
-def _targets(rows: Any, x: Value, indices: Any) -> tuple[Any, Any]:
+def _targets(rows: PackedRows, x: Packed, indices: Packed) -> tuple[Any, Any]:
     """Where in all packed elements the indices of elements are, moved inside, and which were."""
     (dim,), (along,) = (x.shape[k] for k in ragged_axes(x.shape)), ragged_axes(indices.shape)
     of = shorter(dim, rows.bounds)
@@ -325,7 +338,7 @@ def groups_in(eqn: Eqn) -> set[Names | None]:
     return {names_of(shape) for shape in shapes if len(ragged_axes(shape)) > 1}
 
 
-def can_hold(room: Container[Names], shape: Sequence[Any]) -> bool:
+def can_hold(room: Container[Names], shape: Shape) -> bool:
     """Whether values of that shape are packed: with sizes of the row.
 
     Those of several axes are so if arguments are (`room`): for others no bound of their elements is
@@ -335,13 +348,13 @@ def can_hold(room: Container[Names], shape: Sequence[Any]) -> bool:
     return names is not None and (len(names) < 2 or names in room)
 
 
-def names_of(shape: Sequence[Any]) -> Names | None:
+def names_of(shape: Shape) -> Names | None:
     """The sizes along ragged axes; None where one is computed, such as ``n - 1``."""
     names = tuple(str(shape[at]) for at in ragged_axes(shape))
     return names if all(map(str.isidentifier, names)) else None
 
 
-def merged_shape(shape: Sequence[Any]) -> tuple[Any, ...]:
+def merged_shape(shape: Shape) -> tuple[Any, ...]:
     """A shape with one axis in place of its ragged ones, where the first of them is."""
     at, names = ragged_axes(shape), names_of(shape)
     if len(at) < 2 or names is None:
@@ -354,7 +367,7 @@ def merged_shape(shape: Sequence[Any]) -> tuple[Any, ...]:
 _sizes = Cache("sizes of rows along several axes together", most=64)
 
 
-def merged_size(names: Names) -> Any:
+def merged_size(names: Names) -> SizeOfRow:
     own = Lengths({"_".join(("of", *names)): np.arange(2)}, False)
     made = lambda: _compat.row_symbols(SizeOfRow, list(own.values), own)[0]
     return _sizes.get(names, made)
@@ -386,7 +399,7 @@ def merge(eqn: Eqn) -> tuple[Names, Eqn] | None:
     return names, eqn.replace(invars=invars, outvars=outvars, params=params)
 
 
-def _with_shape(aval: Aval, shape: tuple[Any, ...]) -> Aval:
+def _with_shape(aval: Aval, shape: tuple[Dim, ...]) -> Aval:
     return aval if shape == tuple(aval.shape) else aval.update(shape=shape, sharding=None)
 
 
@@ -404,7 +417,7 @@ def _as_wide(eqn: Eqn, invars: list[Any]) -> bool:
     return True
 
 
-def _places(shape: Sequence[Any]) -> dict[int, int]:
+def _places(shape: Shape) -> dict[int, int]:
     """Where each axis of a shape is in the merged one; those that are merged where that axis is."""
     at = ragged_axes(shape)
     if len(at) < 2:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.named_axes import bind_varying
 from batchax.kernel.registry import is_replaced_in_jax
-from batchax.rows.sizes import Sizes, depends_on_sizes, finds_size, leaves_with_found
+from batchax.rows.sizes import Dim, Shape, Sizes, depends_on_sizes, finds_size, leaves_with_found
 from batchax.rules.masking import is_inexact, safe_lanes
 
 
@@ -44,7 +44,7 @@ class Row:
     # An array whose shape has the bound of each size. A NumPy array where the value is known
     # while the program is staged.
     value: Value
-    shape: tuple[Any, ...]  # the shape of the row's own part, of which sizes may be symbolic
+    shape: tuple[Dim, ...]  # the shape of the row's own part, of which sizes may be symbolic
     fill: Any = None  # what all of the padding holds; None if it may hold anything
     # A value, and the axes along which the padding is known to hold it.
     partly: tuple[Any, tuple[int, ...]] | None = None
@@ -54,17 +54,23 @@ class Row:
         return _is_known(self.value)
 
 
-PaddedRule = Callable[..., Any]
-"""``rule(op, *rows, **params)`` returns, for each result, an array or a `Row`."""
+Results: TypeAlias = Value | Row | Sequence[Value | Row]
+"""What a rule returns: for each result an array or a `Row`."""
+
+PaddedRule = Callable[..., Results]
+"""``rule(op, *rows, **params)``"""
 
 _rules: dict[str, PaddedRule] = {}
 _rules_by_fact: dict[str, PaddedRule] = {}
 
 
-def padded_rule(*primitives: str, fact: str | None = None) -> Callable[[PaddedRule], PaddedRule]:
+R = TypeVar("R", bound=PaddedRule)
+
+
+def padded_rule(*primitives: str, fact: str | None = None) -> Callable[[R], R]:
     """Decorator: how primitives of these names, or of which `fact` is true, act on padded rows."""
 
-    def decorate(rule: PaddedRule) -> PaddedRule:
+    def decorate(rule: R) -> R:
         _rules.update(dict.fromkeys(primitives, rule))
         if fact is not None:
             _rules_by_fact[fact] = rule
@@ -96,7 +102,7 @@ class Operation:
         outs = bind_varying(self.eqn, values, **params)
         return outs if self.eqn.primitive.multiple_results else outs[0]
 
-    def filled(self, row: Row, value: Value, axes: Sequence[int] | None = None) -> Any:
+    def filled(self, row: Row, value: Value, axes: Sequence[int] | None = None) -> Value:
         """The array of `row` with `value` in its padding along `axes` (default: all)."""
         padded = self.sizes.padded_axes(row.shape)
         to_fill = {a for a in padded if axes is None or a in axes}
@@ -113,14 +119,14 @@ class Operation:
             row.partly = value, tuple(sorted(done))
         return row.value
 
-    def masked(self, row: Row, value: Value, axes: Sequence[int] | None = None) -> Any:
+    def masked(self, row: Row, value: Value, axes: Sequence[int] | None = None) -> jax.Array:
         """As `filled`, for a `value` that may be traced: what padding holds is not noted."""
         axes = self.sizes.padded_axes(row.shape) if axes is None else axes
         mask = self.sizes.mask(row.shape, axes)
         x = jnp.asarray(row.value)
         return x if mask is None else lax.select(mask, x, lax.full_like(x, value))
 
-    def cut(self, value: Value, shape: Sequence[Any]) -> Any:
+    def cut(self, value: Value, shape: Shape) -> Value:
         """`value` as it is, but no derivative passes through its padding.
 
         What comes back from padding may be infinite, or no number, and zero times that is none.
@@ -130,7 +136,7 @@ class Operation:
         mask = self.sizes.mask(shape, self.sizes.padded_axes(shape))
         return value if mask is None else safe_lanes(mask, value, value.ndim, "keep")
 
-    def result(self, value: Value, fill: Any = None, index: int = 0) -> Row:
+    def result(self, value: Value, fill: Value = None, index: int = 0) -> Row:
         return Row(value, self.eqn.outvars[index].aval.shape, fill)
 
     def reject(self, why: str) -> CannotPad:
@@ -160,7 +166,7 @@ class CannotPad(UnsupportedError):
         )
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: Value, b: Value) -> bool:
     if a is None or b is None:
         return False
     return bool(a == b or (a != a and b != b))

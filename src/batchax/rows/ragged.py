@@ -6,13 +6,14 @@ import functools
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
@@ -21,6 +22,7 @@ from batchax.frontend.options import translate_argument_names
 from batchax.jaxprs.error_format import brief, show
 from batchax.jaxprs.types import Value
 from batchax.rows.building import (
+    Bounds,
     Selecting,
     as_bounds,
     as_data,
@@ -35,7 +37,7 @@ from batchax.rows.building import (
     shown_lengths,
 )
 from batchax.rows.converters import Converters
-from batchax.rows.index import RowIndex, pad_rows
+from batchax.rows.index import Ints, RowIndex, pad_rows
 
 _ADVICE = (
     "What is done to an array is done to each row by batchax.vmap: batchax.vmap(jnp.sum)(x), or "
@@ -50,11 +52,11 @@ class NoArray:
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         _reject("NumPy wants an array")
 
-    def __array_ufunc__(self, ufunc: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    def __array_ufunc__(self, ufunc: np.ufunc, *args: Any, **kwargs: Any) -> NoReturn:
         _reject(f"numpy.{ufunc.__name__} is of arrays")
 
     @property
-    def __jax_array__(self) -> Any:
+    def __jax_array__(self) -> Callable[..., NoReturn]:
         # Of operands of its primitives, JAX reads only this attribute, and then raises without
         # naming their type.
         if sys._getframe(1).f_code.co_name in ("typeof", "shaped_abstractify", "bind"):
@@ -74,8 +76,8 @@ def _reject(why: str) -> NoReturn:
     raise ArgumentTypeError(f"a Ragged is a batch of rows, no array, and {why}. {_ADVICE}")
 
 
-def _rejecting(operator: str) -> Any:
-    def reject(self: Any, *others: Any) -> NoReturn:
+def _rejecting(operator: str) -> Callable[..., NoReturn]:
+    def reject(self: Any, *others: object) -> NoReturn:
         _reject(f"`{operator}` is of arrays")
 
     return reject
@@ -149,8 +151,8 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
 
     def __init__(
         self,
-        data: Any,
-        lengths: Any,
+        data: Value,
+        lengths: Value,
         max_length: int | tuple[int | None, ...] | None = None,
         *,
         axis: int | tuple[int, ...] = 0,
@@ -169,7 +171,7 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
         if isinstance(self.axis, int):
             (self.max_length,) = self.max_length
 
-    def _bound(self, lengths: Any, bound: int | None) -> int:
+    def _bound(self, lengths: Ints, bound: int | None) -> int:
         values = known_lengths(lengths)
         if bound is None and values is None and len(self.axes) > 1:
             raise ArgumentTypeError(
@@ -185,7 +187,7 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
         """``(B, ...)`` with the shape of a row; ragged sizes are None."""
         return len(self), *self.shape_of_row([None] * len(self.axes))
 
-    def shape_of_row(self, sizes: Any) -> tuple[Any, ...]:
+    def shape_of_row(self, sizes: Sequence[Any]) -> tuple[Any, ...]:
         """The shape of a row that has these sizes along its ragged axes.
 
         :meta private:
@@ -197,12 +199,12 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
         return tuple(shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of the elements."""
         return self.data.dtype
 
     @property
-    def offsets(self) -> Any:
+    def offsets(self) -> Ints:
         """The offsets of the rows in `data`: int32 of shape ``(B + 1,)``."""
         index = self.index
         numpy = np if isinstance(index.starts, np.ndarray) else jnp
@@ -226,7 +228,7 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
         return self.each_length[0].shape[0]
 
     @translate_argument_names
-    def to_padded(self, fill_value: Any = 0) -> Any:
+    def to_padded(self, fill_value: Value = 0) -> jax.Array:
         """Pads the rows to an array of shape ``(B, ..., max_length, ...)``.
 
         Each ragged axis has its bound: images become ``(B, H, W)``.
@@ -247,7 +249,7 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
         check_fill_value(fill_value, self.data)
         return pad_rows(self.data, self.index, self.axis, fill_value)
 
-    def with_data(self, data: Any) -> Ragged:
+    def with_data(self, data: Value) -> Ragged:
         """Replaces the elements. The rows share their size with these rows under `vmap`.
 
         Args:
@@ -262,12 +264,12 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
         """
         return self._other(data, self.max_length)
 
-    def _other(self, data: Any, max_length: Any) -> Ragged:
+    def _other(self, data: Value, max_length: Bounds) -> Ragged:
         other = Ragged(data, self.lengths, max_length, axis=self.axis)
         other.lengths = self.lengths  # the array itself, which tells that they are the same
         return other
 
-    def astype(self, dtype: Any) -> Ragged:
+    def astype(self, dtype: DTypeLike) -> Ragged:
         """Converts the elements to another dtype.
 
         Args:
@@ -334,12 +336,12 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
         """
         return self._other(self.data, max_length)
 
-    def tree_flatten_with_keys(self) -> Any:
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         leaves, static = self.tree_flatten()
         keys = jax.tree_util.GetAttrKey("data"), jax.tree_util.GetAttrKey("lengths")
         return tuple(zip(keys, leaves, strict=True)), static
 
-    def tree_flatten(self) -> Any:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         if _compat.looks_for_integers():
             raise ArgumentTypeError(
                 "jax.grad: a Ragged has integers in lengths, which have no derivative. "
@@ -355,7 +357,7 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
         return (self.data, self.lengths), (self.max_length, self.axis, self.shared)
 
     @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> Ragged:
+    def tree_unflatten(cls, static: tuple[Any, ...], leaves: Iterable[Any]) -> Ragged:
         # Leaves may be anything here: transformations put placeholders into pytrees.
         ragged = object.__new__(cls)
         ragged.data, ragged.lengths = leaves
@@ -408,7 +410,7 @@ def _letters(every: Sequence[Any]) -> list[str]:
     return letters
 
 
-def _shown(lengths: Any) -> str:
+def _shown(lengths: Ints) -> str:
     if lengths.dtype == jax.dtypes.float0:
         return "none, of a derivative"
     if isinstance(lengths, jax.ShapeDtypeStruct):

@@ -21,7 +21,7 @@ from batchax.frontend.rows import Layout, RowOptions
 from batchax.jaxprs.evaluate import walk
 from batchax.jaxprs.types import Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Position, axis_to_front
+from batchax.kernel.axis import Position, Positions, axis_to_front
 from batchax.kernel.inner import batch_function
 from batchax.rows.call import RowCall, SizesOf, as_ragged, as_shorter, capacity_of, with_room
 from batchax.rows.groups import of_one_row
@@ -212,13 +212,13 @@ def _run_padded(
     constants = {v: x for v, x in operands.items() if isinstance(x.value, np.ndarray)}
     inputs = {v: x for v, x in operands.items() if v not in constants}
 
-    def one_row(sizes: Sizes, *args: Any) -> list[Any]:
+    def one_row(sizes: Sizes, *args: Value) -> list[Any]:
         env = {v: Row(x.value, x.shape) for v, x in constants.items()}
         for (v, given), x in zip(inputs.items(), args, strict=True):
             zero = has_symbols(given.shape) and (v in packed or v not in values.left_padded)
             env[v] = Row(x, given.shape, 0 if zero else None)
 
-        def read(v: Any) -> Row:
+        def read(v: int | Constant) -> Row:
             return Row(v.value, v.shape) if isinstance(v, Constant) else env[v]
 
         walk(region.steps, env, read, functools.partial(_run_step, sizes))
@@ -294,10 +294,10 @@ class InRegions(Strategy):
             outs = run_regions(rows, call.bounds, program, regions, arguments, in_groups)
         return [rows.cut(out) for out in outs], [out.axis for out in outs]
 
-    def check(self, call: Call, said: Any) -> None:
+    def check(self, call: Call, said: Positions) -> None:
         check_unbatched(call.axis, call.described, said)
 
-    def finish(self, call: Call, arrays: list[Value], said: Any) -> Outputs:
+    def finish(self, call: Call, arrays: list[Value], said: Positions) -> Outputs:
         assert isinstance(call, RowCall)
         results = []
         for x, shape, axis, output in zip(arrays, call.shapes, said, call.described, strict=True):

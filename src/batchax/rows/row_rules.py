@@ -51,19 +51,19 @@ class Rows:
         return self.index.capacity
 
     @property
-    def lengths(self) -> Any:
+    def lengths(self) -> jax.Array:
         """How many elements each row has: int32 of shape (B,)."""
         return jnp.asarray(self.index.lengths)
 
     @cached_property
-    def offsets(self) -> Any:
+    def offsets(self) -> jax.Array:
         """Where each row begins, and where the last one ends: int32 of shape (B + 1,)."""
         starts, ends = jnp.asarray(self.index.starts), self.index.starts + self.index.lengths
         last = jnp.asarray(ends[-1:]) if len(self) else jnp.zeros(1, np.int32)
         return jnp.concatenate([starts, last])
 
     @cached_property
-    def ids(self) -> Any:
+    def ids(self) -> jax.Array:
         """The row of each element, B for those of no row: int32 of shape (capacity,)."""
         return jnp.asarray(self.index.rows)
 
@@ -136,7 +136,9 @@ def run_packed_rule(
     return rule.with_closed(rule.for_rows, call, closed, operands)
 
 
-def in_packed_rows(eqn: Eqn, rows: Rows, values: Sequence[tuple[Value, bool | None]]) -> Any:
+def in_packed_rows(
+    eqn: Eqn, rows: Rows, values: Sequence[tuple[Value, bool | None]]
+) -> tuple[list[Value], list[bool | None]]:
     """The call of an equation on packed rows: results, and a flag for each as in `values`."""
     rule: UserRule = eqn.params["rule"]
     count = len(rule.closed)
@@ -153,7 +155,7 @@ def in_padding(op: Operation, rows: Sequence[Row], name: str) -> list[Any]:
     count, bound = len(rule.closed), sizes.bounds[name]
     at = [ragged_axis(aval.shape) for aval in given[count:]]
 
-    def alone(length: Any, *xs: Value) -> list[Any]:
+    def alone(length: Value, *xs: Value) -> list[Any]:
         one = Rows(RowIndex.of(length[None], bound, bound))
         said = [None if k is None else True for k in at]
         outs, flags = run_packed_rule(rule, one, said, xs[:count], xs[count:])
@@ -162,11 +164,13 @@ def in_padding(op: Operation, rows: Sequence[Row], name: str) -> list[Any]:
     types = [aval.update(shape=sizes.bounds_of(aval.shape)) for aval in made]
 
     @custom_vmap
-    def one_row(length: Any, *xs: Value) -> list[Any]:
+    def one_row(length: Value, *xs: Value) -> list[Any]:
         return call_later(alone, types, length, *xs)
 
     @one_row.def_vmap
-    def _(size: int, in_batched: Any, length: Any, *xs: Value) -> tuple[list[Any], list[bool]]:
+    def _(
+        size: int, in_batched: Sequence[bool], length: Value, *xs: Value
+    ) -> tuple[list[Any], list[bool]]:
         of_length, *batched = in_batched
         if any(batched[:count]):  # of that the rule knows nothing
             axes = [0 if b else None for b in (of_length, *batched)]
@@ -204,7 +208,7 @@ def _batch_later(
     /,
     *,
     function: Callable[..., Any],
-    types: Any,
+    types: Sequence[Aval],
 ) -> tuple[list[Any], list[Position]]:
     return batch_function(axis, function, args, axes)
 

@@ -46,7 +46,7 @@ from batchax.rows.call import (
     why_grouped,
 )
 from batchax.rows.groups import group_by_length, in_front, run_in_buckets
-from batchax.rows.index import RowIndex, moved, take_clipped
+from batchax.rows.index import Ints, RowIndex, moved, take_clipped
 from batchax.rows.padded import CannotPad
 from batchax.rows.ragged import Ragged
 from batchax.rows.regions import InRegions, most_classes
@@ -63,7 +63,7 @@ class Dealt:
     real: np.ndarray  # of each slot, whether its row is not there twice
 
     @classmethod
-    def of(cls, weights: Any, devices: int) -> Dealt:
+    def of(cls, weights: Value, devices: int) -> Dealt:
         """Rows of these weights, the heaviest first."""
         count = weights.shape[0]
         slots = -(-count // devices)
@@ -77,10 +77,10 @@ class Dealt:
         row = order[np.minimum(turn, count - 1)]
         return cls(row, jnp.asarray(slot_of_turn)[rank], turn < count)
 
-    def dealt(self, x: Value) -> Any:
+    def dealt(self, x: Value) -> jax.Array:
         return moved(x, 0, self.row.reshape(-1), self.slot).reshape(*self.row.shape, *x.shape[1:])
 
-    def collected(self, x: Value) -> Any:
+    def collected(self, x: Value) -> jax.Array:
         back = jnp.where(self.real, self.row, -1).reshape(-1)
         return moved(lax.collapse(x, 0, 2), 0, self.slot, back)
 
@@ -91,8 +91,8 @@ class _Elements:
     `lengths` are those of the row of each slot. Each device's array has `room` elements.
     """
 
-    def __init__(self, dealt: Dealt, packed: RowIndex, lengths: Any, room: int) -> None:
-        def of_device(lengths: Any) -> tuple[Any, Any, Any]:
+    def __init__(self, dealt: Dealt, packed: RowIndex, lengths: Value, room: int) -> None:
+        def of_device(lengths: Ints) -> tuple[Any, Any, Any]:
             index = RowIndex.of(lengths, room, packed.bound)
             return index.starts, index.rows, index.places
 
@@ -111,10 +111,10 @@ class _Elements:
         place = slot // count * room + starts.reshape(-1)[slot] + packed.places
         self._back = jnp.where(row < packed.starts.shape[0], place, -1)
 
-    def spread(self, x: Value) -> Any:
+    def spread(self, x: Value) -> jax.Array:
         return moved(x, 0, self._there, self._back).reshape(*self._shape, *x.shape[1:])
 
-    def packed(self, x: Value) -> Any:
+    def packed(self, x: Value) -> jax.Array:
         return moved(lax.collapse(x, 0, 2), 0, self._back, self._real)
 
 

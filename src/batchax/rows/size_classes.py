@@ -44,7 +44,7 @@ from batchax.rows.index import moved
 from batchax.rows.layouts import Costs, RowProgram, RowStep, differing_values
 from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.packed_forms import Names, can_hold
-from batchax.rows.sizes import Sizes, find_found, has_symbols, ragged_axes, ragged_axis
+from batchax.rows.sizes import Dim, Shape, Sizes, find_found, has_symbols, ragged_axes, ragged_axis
 from batchax.rules.masking import find_collective, is_inexact
 
 Dims = Sequence[Any]
@@ -83,11 +83,11 @@ class SizeClasses:
     def sizes(self, k: int, values: Mapping[str, Any]) -> Sizes:
         return Sizes(self.bounds[k], values)
 
-    def widths(self, dim: Any) -> np.ndarray:
+    def widths(self, dim: Dim) -> np.ndarray:
         """The bound of a dimension of size `dim` in each class."""
         return np.array([self.sizes(k, {}).bound(dim) for k in range(len(self.rows))], np.int32)
 
-    def elements(self, dims: Dims) -> int:
+    def elements(self, dims: Shape) -> int:
         each = np.array([self.widths(dim) for dim in dims], np.int64)
         return int((each.prod(0) * np.array(self.rows)).max())
 
@@ -370,14 +370,14 @@ def class_switch(number: Value, programs: Sequence[ClosedJaxpr], operands: Value
     return with_tangent_rule(switch, rule)(*_compat.varying_alike([number, *consts, *operands]))
 
 
-def _rows_of_block(classes: SizeClasses, k: int, x: Value, shape: Sequence[Any]) -> Any:
+def _rows_of_block(classes: SizeClasses, k: int, x: Value, shape: Shape) -> jax.Array:
     """The rows of a block of class `k`, padded and in front."""
     at, count = ragged_axes(shape), classes.rows[k]
     widths = [int(classes.widths(shape[a])[k]) for a in at]
     return _expanded(x[: count * math.prod(widths)], at, [count, *widths])
 
 
-def _block_of_rows(classes: SizeClasses, x: Value, shape: Sequence[Any]) -> Any:
+def _block_of_rows(classes: SizeClasses, x: Value, shape: Shape) -> jax.Array:
     """The reverse of `_rows_of_block`, with the size of the largest block of any class."""
     at = ragged_axes(shape)
     x, _ = _collapsed(x, at)
@@ -396,7 +396,7 @@ def _collapsed(x: Value, at: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
     return lax.collapse(x, 0, len(at) + 1), x.shape[1 : len(at) + 1]
 
 
-def _expanded(x: Value, at: Sequence[int], sizes: Sequence[int]) -> Any:
+def _expanded(x: Value, at: Sequence[int], sizes: Sequence[int]) -> jax.Array:
     x = x.reshape(*sizes, *x.shape[1:])
     return jnp.moveaxis(x, range(1, len(at) + 1), [k + 1 for k in at])
 
@@ -411,7 +411,7 @@ class _Moving:
         self._bounds = Sizes(rows.bounds, {})
         self._of_elements: dict[Any, Places] = {}
 
-    def into_blocks(self, given: Packed) -> Any:
+    def into_blocks(self, given: Packed) -> jax.Array:
         """Blocks are in front; then come the elements of a block, or the slots for its rows."""
         at, x, bounds, size = ragged_axes(given.shape), given.value, None, -1
         if not at:
@@ -428,7 +428,7 @@ class _Moving:
         x = moved(x, 0, places.there, places.at)
         return x.reshape(self.classes.blocks, size, *x.shape[1:])
 
-    def out_of_blocks(self, x: Value, shape: tuple[Any, ...]) -> Packed:
+    def out_of_blocks(self, x: Value, shape: tuple[Dim, ...]) -> Packed:
         """A result, from what it is in blocks."""
         at, x = ragged_axes(shape), lax.collapse(x, 0, 2)
         if not at:
@@ -442,14 +442,14 @@ class _Moving:
             return Packed(jnp.moveaxis(x, 0, at[0]), shape)
         return Packed(_expanded(x, at, [self.rows.axis.size, *bounds]), shape, 0)
 
-    def _places(self, dims: Dims, bounds: tuple[int, ...] | None) -> Places:
+    def _places(self, dims: Shape, bounds: tuple[int, ...] | None) -> Places:
         """Where the elements of packed rows are in blocks, or of rows that are padded to bounds."""
         key = tuple(map(str, dims)), bounds
         if key not in self._of_elements:
             self._of_elements[key] = self._find_places(dims, bounds)
         return self._of_elements[key]
 
-    def _find_places(self, dims: Dims, bounds: tuple[int, ...] | None) -> Places:
+    def _find_places(self, dims: Shape, bounds: tuple[int, ...] | None) -> Places:
         count, blocks, size = self.rows.axis.size, self.blocks, self.classes.elements(dims)
         sizes = [self._size(dim) for dim in dims]
         # Of each element of all rows: which row it is of, and where it is there along each axis.
@@ -499,7 +499,7 @@ class _Moving:
         at = jnp.where(belongs, at, np.int32(-1))
         return Places(at, there.reshape(-1), back.reshape(-1))
 
-    def _size(self, dim: Any) -> Any:
+    def _size(self, dim: Dim) -> jax.Array:
         """The size `dim` of each row."""
         size = jnp.asarray(_compat.evaluate_size(dim, self.lengths), np.int32)
         return jnp.maximum(size, np.int32(0))
@@ -565,11 +565,11 @@ def find_blocks(classes: SizeClasses, lengths: Mapping[str, Any]) -> RowsOfBlock
     return RowsOfBlocks(kind, block, slot, of_block, held, row)
 
 
-def _taken(x: Value, at: Value) -> Any:
+def _taken(x: Value, at: Value) -> jax.Array:
     return jnp.take(x, at, axis=0, mode="clip")
 
 
-def linear(places: Sequence[Any], room: Sequence[Any]) -> Any:
+def linear(places: Sequence[Any], room: Sequence[Any]) -> jax.Array:
     """The place of an element among all of a row, the last axis of which is the fastest."""
     at = places[0]
     for place, size in zip(places[1:], room[1:], strict=True):

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,12 @@ from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 
-is_symbolic = jax.export.is_symbolic_dim
+Dim: TypeAlias = int | _compat.RowDimension
+"""The size of an axis of a row: a number, or an expression such as ``n - 1``."""
+
+Shape: TypeAlias = Sequence[Dim]
+
+is_symbolic: Callable[[Any], bool] = jax.export.is_symbolic_dim
 
 _MOST_COMBINATIONS = 1 << 22  # of lengths that are tried, to see what an expression comes to
 
@@ -73,7 +78,7 @@ class Sizes:
     _bounds: dict[Any, int] = field(default_factory=dict)
     _sizes: dict[Any, Any] = field(default_factory=dict)
 
-    def bound(self, dim: Any) -> int:
+    def bound(self, dim: Dim) -> int:
         """The greatest size that the expression `dim` may have."""
         if not is_symbolic(dim):
             return int(dim)
@@ -91,7 +96,7 @@ class Sizes:
         self.limited += [] if limited is None else [limited]
         return bound
 
-    def _check_has(self, dim: Any) -> None:
+    def _check_has(self, dim: Dim) -> None:
         if not _compat.symbols(dim) <= self.bounds.keys():
             raise UnsupportedError(
                 f"the size {dim} was found in a loop, a branch or a derivative rule, and is used "
@@ -99,7 +104,7 @@ class Sizes:
                 "what does not have that size."
             )
 
-    def _find_bound(self, dim: Any) -> int:
+    def _find_bound(self, dim: Dim) -> int:
         self._check_has(dim)
         if str(dim) in self.bounds:
             return self.bounds[str(dim)]
@@ -118,7 +123,7 @@ class Sizes:
             )
         return max(int(_compat.evaluate_size(dim, {n: self.bounds[n] for n in names})), 0)
 
-    def in_every_row(self, *dims: Any) -> list[Any] | None:
+    def in_every_row(self, *dims: Dim) -> list[Any] | None:
         """What `dims` come to in each row there may be; None where those are too many."""
         symbolic = [dim for dim in dims if is_symbolic(dim)]
         names = sorted(frozenset().union(*map(_compat.symbols, symbolic)))
@@ -128,7 +133,7 @@ class Sizes:
         values = dict(zip(names, np.meshgrid(*ranges, indexing="ij"), strict=True))
         return [_compat.evaluate_size(dim, values) if is_symbolic(dim) else dim for dim in dims]
 
-    def size(self, dim: Any) -> Any:
+    def size(self, dim: Dim) -> Value:
         """The size of `dim` in the row at hand: an int, or an int32 scalar; never negative."""
         if not is_symbolic(dim):
             return int(dim)
@@ -138,7 +143,7 @@ class Sizes:
             self._sizes[dim] = size
         return self._sizes[dim]
 
-    def value(self, dim: Any) -> Any:
+    def value(self, dim: Dim) -> Value:
         """What the expression `dim` comes to in the row at hand, as arithmetic."""
         if not is_symbolic(dim):
             return int(dim)
@@ -154,17 +159,17 @@ class Sizes:
         values = self.values if values is None else values
         return replace(self, values=values, limited=[], _sizes=kept, _bounds=dict(self._bounds))
 
-    def is_exact(self, dim: Any) -> bool:
+    def is_exact(self, dim: Dim) -> bool:
         """Whether arrays have no padding along a dimension of that size."""
         return not is_symbolic(dim) or _compat.symbols(dim) <= self.exact
 
-    def bounds_of(self, shape: Sequence[Any]) -> tuple[int, ...]:
+    def bounds_of(self, shape: Shape) -> tuple[int, ...]:
         return tuple(map(self.bound, shape))
 
-    def padded_axes(self, shape: Sequence[Any]) -> tuple[int, ...]:
+    def padded_axes(self, shape: Shape) -> tuple[int, ...]:
         return tuple(i for i, dim in enumerate(shape) if not self.is_exact(dim))
 
-    def mask(self, shape: Sequence[Any], axes: Sequence[int]) -> Any:
+    def mask(self, shape: Shape, axes: Sequence[int]) -> Value:
         """Which elements of such an array are within the row along `axes`; None for all."""
         bounds = self.bounds_of(shape)
         mask = None
@@ -175,7 +180,7 @@ class Sizes:
             mask = valid if mask is None else lax.bitwise_and(mask, valid)
         return mask
 
-    def belongs(self, dim: Any) -> Any:
+    def belongs(self, dim: Dim) -> jax.Array:
         """Which elements along a dimension of that size belong to the row."""
         return lax.lt(lax.iota(np.int32, self.bound(dim)), jnp.asarray(self.size(dim), np.int32))
 
@@ -200,19 +205,19 @@ depends_on_sizes = Anywhere(_speaks_of_sizes).in_equation
 """Whether an equation, or a program inside it, speaks of a symbolic size."""
 
 
-def has_symbols(shape: Sequence[Any]) -> bool:
+def has_symbols(shape: Shape) -> bool:
     return any(map(is_symbolic, shape))
 
 
-def ragged_axis(shape: Sequence[Any]) -> int | None:
+def ragged_axis(shape: Shape) -> int | None:
     return next((i for i, dim in enumerate(shape) if is_symbolic(dim)), None)
 
 
-def ragged_axes(shape: Sequence[Any]) -> list[int]:
+def ragged_axes(shape: Shape) -> list[int]:
     return [i for i, dim in enumerate(shape) if is_symbolic(dim)]
 
 
-def _in_params(params: Any) -> bool:
+def _in_params(params: object) -> bool:
     if isinstance(params, dict):
         return any(map(_in_params, params.values()))
     parts: Any = params if type(params) in (tuple, list) else ()
@@ -328,7 +333,7 @@ class UndecidedSizeError(UnsupportedError, jax.errors.InconclusiveDimensionOpera
 class HashedSizeError(UndecidedSizeError, TypeError):
     """A size that is hashed: not hashable, as Python calls it, for those who ask beforehand."""
 
-    def __init__(self, line: str, size: Any) -> None:
+    def __init__(self, line: str, size: Dim) -> None:
         super().__init__(line, f"the size {size} {_HASHED}")
 
 
@@ -420,7 +425,7 @@ class SizeOfRow(_compat.RowDimension):
             raise HashedSizeError(line_around(frame), self)
         return self.hashed()
 
-    def _compared(self, ask: Callable[..., Any], sign: str, other: Any) -> bool:
+    def _compared(self, ask: Callable[..., Any], sign: str, other: Value) -> bool:
         frame = sys._getframe(2)
         if not is_users(frame):
             return self._compared_by_jax(ask, other)
@@ -431,7 +436,7 @@ class SizeOfRow(_compat.RowDimension):
             return getattr(super(), f"__{ask.__name__}__")(other)
         return _answer(frame, ask, self, other, f"{self} {sign} {other}")
 
-    def _compared_by_jax(self, ask: Callable[..., Any], other: Any) -> bool:
+    def _compared_by_jax(self, ask: Callable[..., Any], other: Value) -> bool:
         """JAX's answer, which is for all rows there are; of those there may be, if it has none."""
         try:
             answer = getattr(super(), f"__{ask.__name__}__")(other)
@@ -458,7 +463,7 @@ _ARE_THERE_ANY = {
 }
 
 
-def _is_always(size: Any, other: Any) -> bool:
+def _is_always(size: SizeOfRow, other: Dim) -> bool:
     """Whether two expressions that JAX cannot tell to be equal are, in all rows there may be."""
     if not _compat.is_row_size(other) or other.scope is not size.scope:
         return False
@@ -468,7 +473,7 @@ def _is_always(size: Any, other: Any) -> bool:
 
 
 def _answer(
-    frame: FrameType, ask: Callable[..., Any], size: Any, other: Any, question: str
+    frame: FrameType, ask: Callable[..., Any], size: Dim, other: Dim, question: str
 ) -> bool:
     answer = agreed(size, other, ask)
     if answer is None:
@@ -477,20 +482,20 @@ def _answer(
     return answer
 
 
-def agreed(size: Any, other: Any, ask: Callable[..., Any] = operator.ge) -> bool | None:
+def agreed(size: Dim, other: Dim, ask: Callable[..., Any] = operator.ge) -> bool | None:
     """The answer to ``ask(size, other)`` if it is one for all rows there may be, else None."""
     values = _in_every_row(size, other)
     answers = [] if values is None else np.unique(ask(*values))
     return bool(answers[0]) if len(answers) == 1 else None
 
 
-def greatest(size: Any) -> int | None:
+def greatest(size: Dim) -> int | None:
     """The most that a size, or number, is in any row there may be; None if that is unknown."""
     values = _in_every_row(size)
     return None if values is None else max(int(np.max(values[0])), 0)
 
 
-def may_differ(size: Any, other: Any) -> bool:
+def may_differ(size: Dim, other: Dim) -> bool:
     """Whether one may not be the other, in some row: JAX does not ask that of a reshape."""
     if not (_compat.is_row_size(size) or _compat.is_row_size(other)):
         return size != other
@@ -500,7 +505,7 @@ def may_differ(size: Any, other: Any) -> bool:
     return values is not None and bool(np.any(values[0] != values[1]))
 
 
-def _in_every_row(*sizes: Any) -> list[Any] | None:
+def _in_every_row(*sizes: Dim) -> list[Any] | None:
     """What sizes come to in each row there may be; None where those are too many."""
     symbolic = [size for size in sizes if _compat.is_row_size(size)]
     if not symbolic:
@@ -512,7 +517,7 @@ def _in_every_row(*sizes: Any) -> list[Any] | None:
     return [_compat.evaluate_size(x, values) if _compat.is_row_size(x) else x for x in sizes]
 
 
-def places_where(condition: Value, size: int) -> Any:
+def places_where(condition: Value, size: int) -> jax.Array:
     """Where a vector of bools is true: the first `size` places, int32, then zeros."""
     if 0 < size * _FEW_PLACES <= condition.shape[0]:
         return _few_places(condition, size)
@@ -525,7 +530,7 @@ _FEW_PLACES = 4  # in so many elements one is wanted at most: then each is looke
 _WORD = 32
 
 
-def _few_places(condition: Value, size: int) -> Any:
+def _few_places(condition: Value, size: int) -> jax.Array:
     """As `places_where`: words of bits, the word of each place by its number, its bit in that."""
     count = -(-condition.shape[0] // _WORD)
     padded = lax.pad(condition, False, [(0, count * _WORD - condition.shape[0], 0)])
@@ -547,13 +552,13 @@ def _few_places(condition: Value, size: int) -> Any:
     return jnp.where(number < ends[-1], place, 0)
 
 
-def _types(condition: Aval, *, size: Any, **params: Any) -> Any:
+def _types(condition: Aval, *, size: Dim, **params: Any) -> Aval:
     return _compat.with_varying_axes(
         ShapedArray((size,), np.dtype(np.int32)), _compat.varying_axes(condition)
     )
 
 
-def _operations(condition: Value, *, size: Any, **params: Any) -> Any:
+def _operations(condition: Value, *, size: Dim, **params: Any) -> jax.Array:
     return places_where(condition, size)
 
 

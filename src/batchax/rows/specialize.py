@@ -202,7 +202,7 @@ class AllLengths:
     def named(self, k: int) -> dict[str, int]:
         return {size.name: n for size, n in zip(self.sizes, self.of(k), strict=True)}
 
-    def place(self, own: Sequence[Any]) -> Any:
+    def place(self, own: Sequence[Any]) -> Value:
         k = own[0]
         for count, n in zip(self._each[1:], own[1:], strict=True):
             k = k * count + n
@@ -252,7 +252,7 @@ class _Result:
         table[taken] = own
         return dim
 
-    def padded(self, x: Value) -> Any:
+    def padded(self, x: Value) -> jax.Array:
         """The result of one row, padded to the largest result."""
         room = [(0, most - d, 0) for most, d in zip(self.bounds, x.shape, strict=True)]
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # which XLA pads as numbers only
@@ -261,7 +261,7 @@ class _Result:
             return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
         return lax.pad(x, lax.full((), 0, x.dtype), room)
 
-    def missing(self) -> Any:
+    def missing(self) -> jax.Array:
         """What stands for the result of a row that there is none of."""
         nothing = jnp.zeros(1, self.dtype)
         filled = nothing.at[1].get(mode="fill")
@@ -336,7 +336,7 @@ class _Part:
         return run
 
 
-def _at_length(aval: Any, length: Any) -> Any:
+def _at_length(aval: Aval, length: int) -> jax.ShapeDtypeStruct:
     dims = [
         max(int(_compat.evaluate_size(dim, dict.fromkeys(_compat.symbols(dim), length))), 0)
         if is_symbolic(dim)
@@ -374,7 +374,7 @@ def _parts_of_many(call: RowCall, lengths: np.ndarray) -> list[_Part] | None:
         if find_found(staged):
             return None
 
-        def padded(length: Any, *arrays: Value) -> list[Any]:
+        def padded(length: Value, *arrays: Value) -> list[Any]:
             sizes = Sizes(bounds, {size.name: length})
             return [row.value for row in _run_padded_row(sizes, staged, part.sizes_of, arrays)]
 

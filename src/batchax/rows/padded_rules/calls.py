@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +18,34 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.custom_rules.call import per_example
+from batchax.custom_rules.call import DerivativeStep, per_example
 from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.errors import BatchaxError, UnsupportedError
 from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
-from batchax.rows.padded import CannotPad, Operation, PaddedRule, Row, padded_rule, run_padded
+from batchax.rows.padded import (
+    CannotPad,
+    Operation,
+    Results,
+    Row,
+    padded_rule,
+    run_padded,
+)
 from batchax.rows.row_rules import in_padding, size_of_rule
-from batchax.rows.sizes import Sizes, has_symbols, needs_number, question_of
+from batchax.rows.sizes import Dim, Sizes, has_symbols, needs_number, question_of
 from batchax.rules.masking import hazards, is_inexact, safe_lanes
 
 Flat = Callable[..., list[Any]]
 
 
-def run_inside(sizes: Sizes, body: Any, rows: Sequence[Row]) -> list[Row]:
+class WrappedFunction(Protocol):
+    """A function as JAX has it in the parameters of an equation."""
+
+    call_wrapped: Callable[..., Any]
+
+
+def run_inside(sizes: Sizes, body: Jaxpr | ClosedJaxpr, rows: Sequence[Row]) -> list[Row]:
     body = _compat.close(body)
     return run_padded(sizes.inside(), body.jaxpr, body.consts, rows)
 
@@ -74,7 +87,7 @@ def after_the_batch() -> Iterator[None]:
         raise UnsupportedError(str(error)) from error.__cause__
 
 
-def _array(x: Value, dtype: Any) -> Any:
+def _array(x: Value, dtype: np.dtype) -> Value:
     same = dtype == jax.dtypes.float0 or getattr(x, "dtype", None) == dtype
     return x if same else lax.convert_element_type(x, dtype)
 
@@ -141,11 +154,11 @@ class SizedCall:
         given = dict(zip(self.operands.places, values[len(self.names) :], strict=True))
         return [given.get(i, other) for i in range(len(self.operands.rows))]
 
-    def for_values(self, given: Values, other: Any) -> list[Any]:
+    def for_values(self, given: Values, other: object) -> list[Any]:
         """From one entry for each operand of the equation to one for each value of the call."""
         return [other] * len(self.names) + [given[i] for i in self.operands.places]
 
-    def run(self, body: Any, *values: Value) -> list[Any]:
+    def run(self, body: ClosedJaxpr, *values: Value) -> list[Any]:
         op, rows = self.opened(values)
         return arrays(run_inside(op.sizes, body, rows), body.out_avals)
 
@@ -175,7 +188,7 @@ class SizedCall:
         return [Row(x, jax.typeof(x).shape) for x in consts]
 
 
-def as_function(op: Operation, body: Any, operands: Moving) -> Flat:
+def as_function(op: Operation, body: Jaxpr | ClosedJaxpr, operands: Moving) -> Flat:
     """A program as a function of those arrays of `operands` that are not known."""
     body = _compat.close(body)
 
@@ -191,7 +204,7 @@ def staged(fun: Flat, values: Values) -> tuple[ClosedJaxpr, list[Any]]:
 
 
 @padded_rule("composite", "custom_vmap_call", "remat_opt", fact="is_plain_call")
-def _call(op: Operation, *rows: Row, **params: Any) -> Any:
+def _call(op: Operation, *rows: Row, **params: Any) -> list[Row]:
     # A batching rule is written for arrays of one size: with rows of many, what counts is the
     # function of one example. Of the two programs of `remat_opt` this one returns residuals, too.
     names = ("fwd_jaxpr", "call", "jaxpr", "call_jaxpr")
@@ -215,8 +228,8 @@ def _kept_call(op: Operation, *rows: Row, **params: Any) -> list[Any]:
 
 @padded_rule("custom_batched_call")
 def _custom_batched(
-    op: Operation, *rows: Row, jaxpr: ClosedJaxpr, steps: Any, **params: Any
-) -> Any:
+    op: Operation, *rows: Row, jaxpr: ClosedJaxpr, steps: Sequence[DerivativeStep], **params: Any
+) -> Results:
     """A call of a `batchax.custom_vmap` function, or of its derivatives."""
     name = size_of_rule(op.eqn)
     if name is not None:
@@ -227,27 +240,36 @@ def _custom_batched(
 
 @padded_rule("linear_with_transpose")
 def _linear(
-    op: Operation, *rows: Row, forward: Any, transpose: Any, count: int, **params: Any
-) -> Any:
+    op: Operation,
+    *rows: Row,
+    forward: ClosedJaxpr,
+    transpose: ClosedJaxpr,
+    count: int,
+    **params: Any,
+) -> list[Value]:
     residuals, values = SizedCall.of(op, rows[:count])
 
-    def for_rows(body: Any, shapes: Any) -> Any:
-        def run(values: Any, linear: Any) -> list[Any]:
+    def for_rows(
+        body: ClosedJaxpr, shapes: Sequence[tuple[Dim, ...]]
+    ) -> Callable[[Values, Values], list[Value]]:
+        def run(values: Values, linear: Values) -> list[Any]:
             inner, own = residuals.opened(values)
-            given = [Row(x, v.aval.shape) for x, v in zip(linear, shapes, strict=True)]
+            given = [Row(x, shape) for x, shape in zip(linear, shapes, strict=True)]
             outs = run_inside(inner.sizes, body, [*own, *given])
             return arrays(outs, body.out_avals)
 
         return run
 
-    ahead = for_rows(forward, op.eqn.invars[count:])
-    back = for_rows(transpose, op.eqn.outvars)
+    ahead = for_rows(forward, [v.aval.shape for v in op.eqn.invars[count:]])
+    back = for_rows(transpose, [v.aval.shape for v in op.eqn.outvars])
     linear = arrays(rows[count:], [v.aval for v in op.eqn.invars[count:]])
     return linear_with_transpose(ahead, back, values, linear)
 
 
 @padded_rule("cond")
-def _cond(op: Operation, index: Row, *rows: Row, branches: Any, **params: Any) -> Any:
+def _cond(
+    op: Operation, index: Row, *rows: Row, branches: Sequence[ClosedJaxpr], **params: Any
+) -> list[Value]:
     operands = Moving(rows)
     functions = [as_function(op, branch, operands) for branch in branches]
     if params.get("branches_platforms"):
@@ -261,7 +283,7 @@ def _cond(op: Operation, index: Row, *rows: Row, branches: Any, **params: Any) -
 
 @padded_rule("scan")
 def _scan(
-    op: Operation, *rows: Row, jaxpr: Jaxpr, length: Any, reverse: bool, unroll: int, **params: Any
+    op: Operation, *rows: Row, jaxpr: Jaxpr, length: Dim, reverse: bool, unroll: int, **params: Any
 ) -> list[Any]:
     """The carry after the last step of the row, and the outputs of its steps."""
     n_consts, n_carry = _compat.scan_counts(params)
@@ -282,7 +304,7 @@ def _scan(
             again = _zeros(*operands) if _is_moderate(body) else _first_again(*operands, reverse)
             sizes, consts, parts = again.sizes, again.consts, again.parts
 
-    def step(carry: list[Value], given: Any) -> tuple[list[Any], list[Any]]:
+    def step(carry: list[Value], given: tuple[Value, Values]) -> tuple[list[Any], list[Any]]:
         i, parts = given
         active = None if size is None else lax.lt(i, jnp.asarray(size, i.dtype))
         before = carry
@@ -304,7 +326,7 @@ def _scan(
     return [*last, *ys]
 
 
-def _keep(active: Any, new: Value, old: Value) -> Any:
+def _keep(active: Value, new: Value, old: Value) -> Value:
     return old if new is old else lax.select(active, new, old)
 
 
@@ -330,10 +352,10 @@ def _first_again(
     some = jnp.asarray(size) > 0
     start = jnp.maximum(jnp.asarray(size) - 1, 0) if reverse else 0
 
-    def of_a_row_with_steps(x: Value) -> Any:
+    def of_a_row_with_steps(x: Value) -> Value:
         return safe_lanes(some, x, 0)
 
-    def filled(x: Value) -> Any:
+    def filled(x: Value) -> jax.Array:
         constant = _without_derivative(x)
         first = lax.dynamic_index_in_dim(constant, start, 0, False) if reverse else constant[0]
         taken = jnp.arange(x.shape[0], dtype=np.int32) < jnp.asarray(size)
@@ -360,7 +382,7 @@ def _zeros(
     return _Harmless(op.sizes, consts, first, list(map(jnp.asarray, parts)))
 
 
-def _is_moderate(body: Any) -> bool:
+def _is_moderate(body: ClosedJaxpr) -> bool:
     """Whether a step of zeros cannot make infinity or a NaN.
 
     Not where something is ragged within a step: an empty row has no element to take. Nor in types
@@ -372,12 +394,12 @@ def _is_moderate(body: Any) -> bool:
     return not (danger.immoderate or danger.endless or ragged) and min(ranges, default=128) >= 128
 
 
-def _without_derivative(x: Value) -> Any:
+def _without_derivative(x: Value) -> Value:
     """`x` as in a lane that is not active; unlike ``lax.stop_gradient`` that can be transposed."""
     return safe_lanes(np.zeros((), bool), x, 0, "keep") if is_inexact(x) else x
 
 
-def _reject_effects(op: Operation, body: Any, length: Any) -> None:
+def _reject_effects(op: Operation, body: ClosedJaxpr, length: Dim) -> None:
     if hazards(body.jaxpr).collective:
         raise op.reject(
             f"it takes {length} steps, as many as the row has, with a collective in each: rows "
@@ -397,7 +419,7 @@ def _while(
     op: Operation,
     *rows: Row,
     cond_nconsts: int,
-    cond_jaxpr: Any,
+    cond_jaxpr: ClosedJaxpr,
     body_nconsts: int,
     body_jaxpr: ClosedJaxpr,
 ) -> list[Any]:
@@ -405,7 +427,7 @@ def _while(
     carry = rows[cond_nconsts + body_nconsts :]
     avals = _compat.close(body_jaxpr).out_avals
 
-    def run(program: Any, consts: Sequence[Row], values: Any) -> list[Any]:
+    def run(program: ClosedJaxpr, consts: Sequence[Row], values: Values) -> list[Any]:
         outs = run_inside(op.sizes, program, [*consts, *typed_rows(values, avals)])
         return arrays(outs, program.out_avals)
 
@@ -420,11 +442,11 @@ def _while(
     # done, each keeps what it has when it is, and those in the padding are from the beginning.
     mask = op.sizes.mask(places, op.sizes.padded_axes(places))
 
-    def active(values: Values) -> Any:
+    def active(values: Values) -> jax.Array:
         (going,) = run(cond_jaxpr, tested, values)
         return going if mask is None else lax.bitwise_and(going, mask)
 
-    def step(state: Any) -> Any:
+    def step(state: tuple[jax.Array, list[Value]]) -> tuple[jax.Array, list[Value]]:
         going, values = state
         values = [
             lax.select(lax.broadcast_in_dim(going, x.shape, range(going.ndim)), x, old)
@@ -437,7 +459,7 @@ def _while(
     return lax.while_loop(lambda state: jnp.any(state[0]), step, (going, first))[1]
 
 
-OF_FUNCTIONS: dict[str, PaddedRule] = {}
+OF_FUNCTIONS: dict[str, Callable[..., list[Value] | None]] = {}
 """By the name of a function of JAX with a jvp rule: how it acts on padded rows.
 
 For a function whose rule asks whether a size is 1: JAX says no for any symbolic size, which may be
@@ -457,7 +479,7 @@ def _custom_jvp(
     op: Operation,
     *rows: Row,
     call_jaxpr: ClosedJaxpr,
-    jvp_jaxpr_fun: Any,
+    jvp_jaxpr_fun: WrappedFunction,
     num_consts: int,
     symbolic_zeros: bool,
     **params: Any,
@@ -474,7 +496,7 @@ def _custom_jvp(
     def function(*values: Value) -> list[Any]:
         return call.run(body, *values)
 
-    def rule(values: Values, tangents: Values) -> Any:
+    def rule(values: Values, tangents: Values) -> tuple[list[Value], list[Value]]:
         inner, rows = call.opened(values)
         types = [v.aval.to_tangent_aval() for v in op.eqn.invars]
         moving = call.for_each(tangents, None)
@@ -501,7 +523,7 @@ def _custom_jvp(
 
 
 @padded_rule("call_hi_primitive")
-def _described_by_object(op: Operation, *rows: Row, _prim: Any) -> Any:
+def _described_by_object(op: Operation, *rows: Row, _prim: object) -> list[Value] | list[Row]:
     # Its rules know nothing of rows. What it stands for is made of ordinary operations, and so are
     # its derivative and that one's transpose, which need not be those of these operations:
     # `jnp.frexp` takes bits apart.
@@ -515,7 +537,7 @@ def _described_by_object(op: Operation, *rows: Row, _prim: Any) -> Any:
     def function(*values: Value) -> list[Any]:
         return call.run(body, *values)
 
-    def rule(values: Values, tangents: Values) -> Any:
+    def rule(values: Values, tangents: Values) -> tuple[list[Value], list[Value]]:
         moving = [
             i
             for i, t in enumerate(call.for_each(tangents, None))
@@ -527,7 +549,7 @@ def _described_by_object(op: Operation, *rows: Row, _prim: Any) -> Any:
             raise op.reject(f"it has no derivative for rows of any length: {error}.") from error
 
         def linear(program: ClosedJaxpr) -> Callable[..., Any]:
-            def run(values: Any, given: Values) -> list[Any]:
+            def run(values: Values, given: Values) -> list[Any]:
                 inner, rows = call.opened(values)
                 types = program.in_avals[len(rows) :]
                 outs = run_inside(inner.sizes, program, [*rows, *typed_rows(given, types)])
@@ -559,11 +581,11 @@ def _staged_derivatives(eqn: Eqn, moving: Sequence[int]) -> list[ClosedJaxpr]:
     dots = [avals[i].to_tangent_aval() for i in moving]
     cotangents = [v.aval.to_tangent_aval() for v in eqn.outvars if is_inexact(v.aval)]
 
-    def derivative(kind: Any) -> Any:
+    def derivative(kind: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
         def run(*xs: Value) -> list[Any]:
             primals, given = xs[: len(avals)], list(xs[len(avals) :])
 
-            def function(*moved: Any) -> list[Any]:
+            def function(*moved: Value) -> list[Any]:
                 operands = list(primals)
                 for i, x in zip(moving, moved, strict=True):
                     operands[i] = x
@@ -584,7 +606,7 @@ def _custom_vjp(
     op: Operation,
     *rows: Row,
     call_jaxpr: ClosedJaxpr,
-    fwd_jaxpr_thunk: Any,
+    fwd_jaxpr_thunk: WrappedFunction,
     num_consts: int,
     out_trees: Callable[..., Any],
     symbolic_zeros: bool,
@@ -653,7 +675,9 @@ class _Residuals:
 
 
 @_compat.patched()
-def _staged_reverse(backward: Any, inputs: Sequence[Any]) -> tuple[ClosedJaxpr, list[bool]]:
+def _staged_reverse(
+    backward: WrappedFunction, inputs: Sequence[Any]
+) -> tuple[ClosedJaxpr, list[bool]]:
     """The reverse rule for one row, for the inputs and results that are no symbolic zeros."""
 
     def one_row(*xs: Value) -> tuple[list[Any], list[bool]]:

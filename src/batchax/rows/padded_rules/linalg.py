@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.types import Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.rows.index import moved
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.calls import OF_FUNCTIONS, Moving, arrays, run_inside, staged
@@ -25,7 +25,7 @@ from batchax.rows.sizes import is_symbolic
 from batchax.rules.linalg import RANKS
 
 
-def _beside_identity(op: Operation, x: Row) -> Any:
+def _beside_identity(op: Operation, x: Row) -> jax.Array:
     """The array of matrices, with an identity in place of padding."""
     mask = op.sizes.mask(x.shape, op.sizes.padded_axes(x.shape))
     value = jnp.asarray(x.value)
@@ -51,7 +51,7 @@ def _check_square(op: Operation, x: Row) -> None:
 
 
 @padded_rule(*RANKS)
-def _of_one_size(op: Operation, *rows: Row, **params: Any) -> Any:
+def _of_one_size(op: Operation, *rows: Row, **params: Any) -> list[Value]:
     """A decomposition of matrices that have one size, in rows of any."""
     harmless = []
     for x, rank in zip(rows, RANKS[op.eqn.primitive.name], strict=True):
@@ -66,12 +66,12 @@ def _of_one_size(op: Operation, *rows: Row, **params: Any) -> Any:
 
 
 @padded_rule("cholesky")
-def _cholesky(op: Operation, x: Row, **params: Any) -> Any:
+def _cholesky(op: Operation, x: Row, **params: Any) -> list[Value]:
     return _outputs(op, [op.bind(_beside_identity(op, x))])
 
 
 @padded_rule("lu")
-def _lu(op: Operation, x: Row, **params: Any) -> Any:
+def _lu(op: Operation, x: Row, **params: Any) -> list[Value]:
     # A column of the row's own part is zero in the padding, so that its pivot is never taken from
     # there.
     if _has_ragged_core(x, 2):
@@ -79,7 +79,7 @@ def _lu(op: Operation, x: Row, **params: Any) -> Any:
     return _outputs(op, op.bind(_beside_identity(op, x)))
 
 
-def _det(op: Operation, x: Row) -> Any:
+def _det(op: Operation, x: Row) -> list[Value] | None:
     if not _has_ragged_core(x, 2):
         return None
     return _outputs(op, [jnp.linalg.det(_beside_identity(op, x))])
@@ -89,7 +89,7 @@ OF_FUNCTIONS["_det"] = _det
 
 
 @padded_rule("lu_pivots_to_permutation")
-def _permutation(op: Operation, pivots: Row, **params: Any) -> Any:
+def _permutation(op: Operation, pivots: Row, **params: Any) -> jax.Array:
     mask = op.sizes.mask(pivots.shape, op.sizes.padded_axes(pivots.shape))
     value = jnp.asarray(pivots.value)
     if mask is not None:  # rows of padding stay where they are
@@ -106,7 +106,7 @@ def _triangular_solve(op: Operation, a: Row, b: Row, **params: Any) -> list[Any]
 @padded_rule("custom_linear_solve")
 def _custom_linear_solve(
     op: Operation, *rows: Row, const_lengths: Any, jaxprs: Any, **params: Any
-) -> Any:
+) -> list[Value]:
     # Operands are the constants of each program, one program after another, and then `b`.
     start = sum(const_lengths)
     b_avals = [v.aval for v in op.eqn.invars[start:]]
@@ -119,7 +119,7 @@ def _custom_linear_solve(
             constants.append([])
             continue
 
-        def run(*values: Value, own: Moving = own, body: Any = body) -> list[Any]:
+        def run(*values: Value, own: Moving = own, body: ClosedJaxpr = body) -> list[Any]:
             count = len(own.places)
             given = [Row(x, aval.shape) for x, aval in zip(values[count:], b_avals, strict=True)]
             outs = run_inside(op.sizes, body, [*own.filled_in(values[:count]), *given])
@@ -149,7 +149,9 @@ def _beside_large(op: Operation, x: Row) -> tuple[Any, Any]:
 
 
 @functools.partial(jax.jit, static_argnums=3)  # to be one program outside of `jit`, too
-def _diagonal_added(value: Any, own_rows: Any, own_columns: Any, square: bool) -> tuple[Any, Any]:
+def _diagonal_added(
+    value: jax.Array, own_rows: Value, own_columns: Value, square: bool
+) -> tuple[Any, Any]:
     rows, columns = value.shape[-2:]
     size = jnp.abs(lax.stop_gradient(value))
     most = jnp.maximum(*(size.sum(axis).max(-1) for axis in (-1, -2)))[..., None, None]
@@ -170,7 +172,9 @@ def _diagonal_added(value: Any, own_rows: Any, own_columns: Any, square: bool) -
 
 
 @padded_rule("eigh")
-def _eigh(op: Operation, x: Row, *, subset_by_index: Any, **params: Any) -> Any:
+def _eigh(
+    op: Operation, x: Row, *, subset_by_index: tuple[int, int] | None, **params: Any
+) -> list[Value]:
     if not _has_ragged_core(x, 2):
         return _of_one_size(op, x)
     _check_square(op, x)
@@ -186,9 +190,9 @@ def _svd(
     *,
     full_matrices: bool,
     compute_uv: bool,
-    subset_by_index: Any,
+    subset_by_index: tuple[int, int] | None,
     **params: Any,
-) -> Any:
+) -> list[Value]:
     if not _has_ragged_core(x, 2):
         return _of_one_size(op, x)
     if subset_by_index is not None:
@@ -213,7 +217,7 @@ def _svd(
     return _outputs(op, cropped)
 
 
-def _behind(x: Value, axis: int, count: Any, room: int) -> Any:
+def _behind(x: Value, axis: int, count: Value, room: int) -> jax.Array:
     """What is behind the first `count` along an axis."""
     if count is None:
         return x

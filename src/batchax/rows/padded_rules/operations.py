@@ -8,7 +8,7 @@ import math
 import operator
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from jax import lax
 from batchax.jaxprs.primitive_facts import NEUTRAL, facts_of
 from batchax.jaxprs.types import Params, Value
 from batchax.kernel.registry import reduced_dims
-from batchax.rows.padded import Operation, Row, padded_rule
+from batchax.rows.padded import Operation, Results, Row, padded_rule
 from batchax.rows.padded_rules.positions import is_static, pad_end, padded
-from batchax.rows.sizes import is_symbolic
+from batchax.rows.sizes import Dim, Shape, is_symbolic
 from batchax.rules.elementwise import UNARY
 from batchax.rules.masking import is_inexact
 
@@ -34,7 +34,7 @@ def _unary(op: Operation, x: Row, **params: Any) -> Row:
 
 
 @padded_rule(fact="elementwise")
-def _nary(op: Operation, *rows: Row, **params: Any) -> Any:
+def _nary(op: Operation, *rows: Row, **params: Any) -> Results:
     return op.bind(*(spread(op, row) for row in rows))
 
 
@@ -42,11 +42,11 @@ def _nary(op: Operation, *rows: Row, **params: Any) -> Any:
     *"""bitcast_convert_type device_put empty empty2 iota optimization_barrier random_clone
     random_fold_in random_seed random_unwrap random_wrap""".split()
 )
-def _as_they_are(op: Operation, *rows: Row, **params: Any) -> Any:
+def _as_they_are(op: Operation, *rows: Row, **params: Any) -> Results:
     return op.bind(*(row.value for row in rows))
 
 
-def spread(op: Operation, row: Row) -> Any:
+def spread(op: Operation, row: Row) -> Value:
     """An operand's array, repeated along ragged axes where it has a single element.
 
     JAX would repeat those itself, but in reverse add up what padding sends back, too.
@@ -75,7 +75,7 @@ def spread(op: Operation, row: Row) -> Any:
 )
 def _reduce(
     op: Operation, x: Row, *, axes: tuple[int, ...] = (), axis: int = -1, **params: Any
-) -> Any:
+) -> jax.Array:
     # Of equal elements the first counts for `argmax`, and padding is last. Running sums are not
     # changed by what is behind, but with `reverse` padding comes first.
     kind = re.sub("^(reduce_|arg|cum)", "", op.eqn.primitive.name)
@@ -83,7 +83,7 @@ def _reduce(
 
 
 @padded_rule(fact="reduces")
-def _reduce_to_neutral(op: Operation, *rows: Row, axes: tuple[int, ...], **params: Any) -> Any:
+def _reduce_to_neutral(op: Operation, *rows: Row, axes: tuple[int, ...], **params: Any) -> Results:
     """A third party's reduction, known by a word: `batchax.reducing`."""
     axes = reduced_dims(op.eqn.primitive, axes, len(rows[0].shape))
     if all(op.sizes.is_exact(row.shape[a]) for row in rows for a in axes):
@@ -99,7 +99,7 @@ def _reduce_to_neutral(op: Operation, *rows: Row, axes: tuple[int, ...], **param
 
 
 @padded_rule("dot_general", "ragged_dot_general")
-def _dot_general(op: Operation, *rows: Row, **params: Any) -> Any:
+def _dot_general(op: Operation, *rows: Row, **params: Any) -> Value:
     # Zeros not only where it is contracted: the derivative with respect to one operand is
     # contracted over the free axes of the other, where zero times NaN would be NaN. Groups beyond
     # the row have no elements.
@@ -111,12 +111,12 @@ def _reduce_window(
     op: Operation,
     x: Row,
     *,
-    window_dimensions: Any,
-    window_strides: Any,
-    window_dilation: Any,
-    base_dilation: Any,
-    padding: Any,
-) -> Any:
+    window_dimensions: Shape,
+    window_strides: Sequence[int],
+    window_dilation: tuple[int, ...],
+    base_dilation: Sequence[int],
+    padding: Sequence[tuple[Dim, Dim]],
+) -> Value:
     for dim, count in zip(window_dimensions, op.out_shape, strict=True):
         if is_symbolic(dim) and (is_symbolic(count) or count != 1):
             raise op.reject(
@@ -154,12 +154,12 @@ def _conv(
     kernel: Row,
     *,
     window_strides: tuple[int, ...],
-    padding: Any,
+    padding: Sequence[tuple[Dim, Dim]],
     lhs_dilation: tuple[int, ...],
     rhs_dilation: tuple[int, ...],
-    dimension_numbers: Any,
+    dimension_numbers: lax.ConvDimensionNumbers,
     **params: Any,
-) -> Any:
+) -> Value:
     _reject_ragged_groups(op, x.shape, kernel.shape, dimension_numbers, params)
     # Zero in all padding, as for products of matrices: derivatives are convolutions, too.
     lhs, rhs = jnp.asarray(op.filled(x, 0)), jnp.asarray(op.filled(kernel, 0))
@@ -189,7 +189,11 @@ def _conv(
 
 
 def _reject_ragged_groups(
-    op: Operation, x: Sequence[Any], kernel: Sequence[Any], dimension_numbers: Any, params: Params
+    op: Operation,
+    x: Sequence[Any],
+    kernel: Sequence[Any],
+    dimension_numbers: lax.ConvDimensionNumbers,
+    params: Params,
 ) -> None:
     """Raises for groups of channels or of a batch whose size differs from row to row.
 
@@ -212,7 +216,9 @@ _MOST = 1 << 16  # squares of less are exact in 32 bits
 
 
 @padded_rule("fft")
-def _fft(op: Operation, x: Row, *, fft_type: Any, fft_lengths: Any, **params: Any) -> Any:
+def _fft(
+    op: Operation, x: Row, *, fft_type: lax.FftType, fft_lengths: Shape, **params: Any
+) -> Value:
     (out,) = (v.aval for v in op.eqn.outvars)
     axes = range(len(x.shape) - len(fft_lengths), len(x.shape))
     if not any(map(is_symbolic, fft_lengths)):
@@ -232,14 +238,14 @@ def _fft(op: Operation, x: Row, *, fft_type: Any, fft_lengths: Any, **params: An
     return op.cut(value.astype(out.dtype), out.shape)
 
 
-def _both_halves(op: Operation, x: Value, half: Any, dim: Any) -> Any:
+def _both_halves(op: Operation, x: Value, half: Dim, dim: Dim) -> jax.Array:
     """Twice each frequency that stands for two, for a transform whose real part is wanted."""
     at = np.arange(x.shape[-1], dtype=np.int32)
     alone = (at == 0) | (2 * at == op.sizes.size(dim))
     return jnp.where(at < op.sizes.size(half), jnp.where(alone, x, 2 * x), 0)
 
 
-def _transformed(op: Operation, x: Value, axis: int, dim: Any, room: int, sign: int) -> Any:
+def _transformed(op: Operation, x: Value, axis: int, dim: Dim, room: int, sign: int) -> jax.Array:
     """The transform along an axis, in which a row has `dim` elements, and zeros behind them."""
     size = jnp.maximum(op.sizes.size(dim), 1)
     scale = 1 / size.astype(x.real.dtype) if sign > 0 else None
@@ -253,7 +259,7 @@ def _transformed(op: Operation, x: Value, axis: int, dim: Any, room: int, sign: 
     return jnp.moveaxis(y, -1, axis)
 
 
-def _by_chirp(op: Operation, x: Value, size: Value, room: int, sign: int) -> Any:
+def _by_chirp(op: Operation, x: Value, size: Value, room: int, sign: int) -> jax.Array:
     """The sums of ``x[j] * exp(sign * 2 pi i * j * k / size)`` over j, for each k below `room`."""
     most = max(x.shape[-1], room)
     if most >= _MOST:
@@ -265,7 +271,7 @@ def _by_chirp(op: Operation, x: Value, size: Value, room: int, sign: int) -> Any
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # to be one program outside of `jit`, too
-def _sums(x: Value, size: Any, room: int, sign: int) -> Any:
+def _sums(x: Value, size: Value, room: int, sign: int) -> jax.Array:
     given = x.shape[-1]
     at = np.arange(max(given, room), dtype=np.uint32)
     turns = (at * at % (2 * size.astype(np.uint32))).astype(x.real.dtype)
@@ -289,7 +295,7 @@ def _convenient(least: int) -> int:
 
 
 @padded_rule("random_bits", "random_split")
-def _drawn(op: Operation, keys: Row, *, shape: Any, **params: Any) -> Any:
+def _drawn(op: Operation, keys: Row, *, shape: Shape, **params: Any) -> jax.Array:
     _reject_other_generators(op, keys)
     if not _padded_behind(op, shape):
         return op.bind(keys.value)
@@ -303,7 +309,7 @@ def _drawn(op: Operation, keys: Row, *, shape: Any, **params: Any) -> Any:
 
 
 @padded_rule("random_gamma")
-def _gamma(op: Operation, keys: Row, a: Row, **params: Any) -> Any:
+def _gamma(op: Operation, keys: Row, a: Row, **params: Any) -> jax.Array:
     _reject_other_generators(op, keys)
     if _padded_behind(op, a.shape[len(keys.shape) :]):
         raise op.reject(
@@ -314,7 +320,7 @@ def _gamma(op: Operation, keys: Row, a: Row, **params: Any) -> Any:
     return op.bind(keys.value, op.filled(a, 1))
 
 
-def _padded_behind(op: Operation, shape: Sequence[Any]) -> bool:
+def _padded_behind(op: Operation, shape: Shape) -> bool:
     return any(axis > 0 for axis in op.sizes.padded_axes(shape))
 
 
@@ -333,7 +339,7 @@ def _reject_other_generators(op: Operation, keys: Row) -> None:
 
 
 @padded_rule("pure_callback", "io_callback", "debug_callback", "debug_print", "ffi_call")
-def _callback(op: Operation, *rows: Row, **params: Any) -> Any:
+def _callback(op: Operation, *rows: Row, **params: Any) -> NoReturn:
     raise op.reject(
         "what it hands to Python would be a row with padding. Hand over values whose shape is the "
         "same for all rows, such as a sum, or call it on the Ragged outside vmap."
@@ -344,7 +350,7 @@ def _callback(op: Operation, *rows: Row, **params: Any) -> Any:
     *"""all_gather all_gather_invariant all_to_all pbroadcast pgather pmax pmin ppermute psum psum2
     psum_invariant psum_scatter ragged_all_to_all reduce_scatter""".split()
 )
-def _collective(op: Operation, *rows: Row, **params: Any) -> Any:
+def _collective(op: Operation, *rows: Row, **params: Any) -> NoReturn:
     raise op.reject(
         "rows of different lengths cannot be added up or exchanged. Reduce over the row first, so "
         "that each row gives a value of the same shape."

@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -25,9 +26,11 @@ from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.jaxprs.primitive_facts import highest, lowest
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.rows.index import moved
-from batchax.rows.padded import Operation, Row, padded_rule
+from batchax.rows.padded import Operation, Results, Row, padded_rule
 from batchax.rows.sizes import (
+    Dim,
     Limited,
+    Shape,
     Sizes,
     found_places_p,
     has_symbols,
@@ -38,23 +41,23 @@ from batchax.rows.sizes import (
 from batchax.rules.masking import is_inexact
 
 
-def _along(mask: Value, shape: Sequence[int], axis: int) -> Any:
+def _along(mask: Value, shape: Sequence[int], axis: int) -> jax.Array:
     return lax.broadcast_in_dim(mask, shape, (axis,))
 
 
-def steps(count: int, start: Value, stride: int, limit: Any) -> Any:
+def steps(count: int, start: Value, stride: int, limit: Value) -> jax.Array:
     """`count` places from `start` on, `stride` apart; -1 for those outside of 0 to `limit`."""
     at = jnp.asarray(start, np.int32) + stride * jnp.arange(count, dtype=np.int32)
     return jnp.where((at >= 0) & (at < limit), at, -1)
 
 
-def is_static(start: Any) -> bool:
+def is_static(start: Value) -> bool:
     return not isinstance(start, Tracer)
 
 
 def window(
-    op: Operation, x: Value, axis: int, start: Any, of: Any, dim: Any, stride: int = 1
-) -> Any:
+    op: Operation, x: Value, axis: int, start: Value, of: Dim, dim: Dim, stride: int = 1
+) -> jax.Array:
     """The elements of `x` along `axis` from `start` on, as many as `dim`, `stride` apart.
 
     Along the axis a row has the size `of`, and the window is within it unless it is empty.
@@ -74,7 +77,7 @@ def window(
     return moved(x, axis, source, jnp.where(target < size, target, -1))
 
 
-def pad_end(x: Value, axis: int, count: int) -> Any:
+def pad_end(x: Value, axis: int, count: int) -> jax.Array:
     """`x` with `count` more elements along `axis`, which hold anything."""
     if count <= 0:
         return x
@@ -88,9 +91,9 @@ def padded(
     x: Value,
     value: Value,
     config: Sequence[tuple[Any, Any, int]],
-    shape: Sequence[Any],
+    shape: Shape,
     out_bounds: Sequence[int],
-) -> Any:
+) -> jax.Array:
     """As ``lax.pad``, by amounts that may depend on the row, to an array of shape `out_bounds`.
 
     In a row `x` has that `shape`; its own padding holds `value`. `config` is that of ``lax.pad``.
@@ -119,11 +122,11 @@ def overwritten(
     x: Value,
     update: Value,
     starts: Sequence[Any],
-    shape: Sequence[Any],
-    window_shape: Sequence[Any],
+    shape: Shape,
+    window_shape: Shape,
     combine: Callable[..., Any],
     written: Value | None = None,
-) -> Any:
+) -> jax.Array:
     """`x` with ``combine(x, update)`` in a window that begins at `starts`, within the row.
 
     In a row `x` and `update` have these shapes. Unless `written` nothing is; None is for yes.
@@ -156,10 +159,10 @@ def _slice(
     op: Operation,
     x: Row,
     *,
-    start_indices: Any,
-    limit_indices: Any,
+    start_indices: Shape,
+    limit_indices: Shape,
     strides: tuple[int, ...] | None,
-) -> Any:
+) -> Results:
     out = x.value
     whole = True
     for axis, (own, dim) in enumerate(zip(x.shape, op.out_shape, strict=True)):
@@ -172,7 +175,7 @@ def _slice(
 
 
 @padded_rule("rev")
-def _rev(op: Operation, x: Row, *, dimensions: tuple[int, ...]) -> Any:
+def _rev(op: Operation, x: Row, *, dimensions: tuple[int, ...]) -> Row:
     ragged = [axis for axis in dimensions if not op.sizes.is_exact(x.shape[axis])]
     out = jnp.asarray(x.value)
     if len(ragged) < len(dimensions):
@@ -185,17 +188,17 @@ def _rev(op: Operation, x: Row, *, dimensions: tuple[int, ...]) -> Any:
 
 
 @padded_rule("concatenate")
-def _concatenate(op: Operation, *rows: Row, dimension: int) -> Any:
+def _concatenate(op: Operation, *rows: Row, dimension: int) -> Row:
     fill = None if is_symbolic(op.out_shape[dimension]) else _fill_of_all(rows)
     return op.result(join(op, rows, dimension), fill)
 
 
-def _fill_of_all(rows: Sequence[Row]) -> Any:
+def _fill_of_all(rows: Sequence[Row]) -> Value:
     fill = rows[0].fill
     return fill if all(row.fill is not None and row.fill == fill for row in rows) else None
 
 
-def join(op: Operation, rows: Sequence[Row], axis: int) -> Any:
+def join(op: Operation, rows: Sequence[Row], axis: int) -> jax.Array:
     """Rows one after another along `axis`."""
     arrays = [jnp.asarray(row.value) for row in rows]
     buffer = lax.concatenate(arrays, axis) if len(arrays) > 1 else arrays[0]
@@ -216,7 +219,7 @@ def join(op: Operation, rows: Sequence[Row], axis: int) -> Any:
 
 
 @padded_rule("tile")
-def _tile(op: Operation, x: Row, *, reps: Any) -> Any:
+def _tile(op: Operation, x: Row, *, reps: Shape) -> Value:
     value = jnp.asarray(x.value)
     for axis, (count, dim) in enumerate(zip(reps, x.shape, strict=True)):
         bound = op.sizes.bound(op.out_shape[axis])
@@ -233,7 +236,7 @@ def _tile(op: Operation, x: Row, *, reps: Any) -> Any:
 
 
 @padded_rule("split")
-def _split(op: Operation, x: Row, *, sizes: Any, axis: int) -> list[Any]:
+def _split(op: Operation, x: Row, *, sizes: Shape, axis: int) -> list[Any]:
     outs, start = [], 0
     for i, dim in enumerate(sizes):
         own = x.shape[axis]
@@ -244,7 +247,9 @@ def _split(op: Operation, x: Row, *, sizes: Any, axis: int) -> list[Any]:
 
 
 @padded_rule("pad")
-def _pad(op: Operation, x: Row, value: Row, *, padding_config: Any) -> Any:
+def _pad(
+    op: Operation, x: Row, value: Row, *, padding_config: Sequence[tuple[Dim, Dim, int]]
+) -> Value:
     fill = value.value
     array = op.filled(x, fill) if value.known else op.masked(x, fill)
     bounds = op.sizes.bounds_of(op.out_shape)
@@ -253,7 +258,7 @@ def _pad(op: Operation, x: Row, value: Row, *, padding_config: Any) -> Any:
 
 
 @padded_rule("dim_as_value")
-def _dim_as_value(op: Operation, *, dim: Any) -> Any:
+def _dim_as_value(op: Operation, *, dim: Dim) -> jax.Array:
     value = op.sizes.value(dim)
     aval = op.eqn.outvars[0].aval
     return lax.convert_element_type(value, aval.dtype)
@@ -286,7 +291,9 @@ def _unstack(op: Operation, x: Row, *, axis: int, **params: Any) -> list[Row]:
 
 
 @padded_rule("reshape")
-def _reshape(op: Operation, x: Row, *, new_sizes: Any, dimensions: Any, **params: Any) -> Any:
+def _reshape(
+    op: Operation, x: Row, *, new_sizes: Shape, dimensions: Sequence[int] | None, **params: Any
+) -> Results:
     if may_differ(math.prod(x.shape), math.prod(new_sizes)):
         raise op.reject(
             f"rows of shape {tuple(x.shape)} are reshaped to {tuple(new_sizes)}, which "
@@ -333,13 +340,13 @@ def _groups(olds: Sequence[Any], news: Sequence[Any]) -> list[tuple[list[Any], l
     return groups
 
 
-def _leads(op: Operation, dims: Sequence[Any]) -> bool:
+def _leads(op: Operation, dims: Shape) -> bool:
     """Whether elements of a row stay together: nothing but the first dimension is padded."""
     inner = [dim for dim in dims if not (isinstance(dim, int) and dim == 1)][1:]
     return all(map(op.sizes.is_exact, inner))
 
 
-def _places(op: Operation, news: Sequence[Any], olds: Sequence[Any]) -> Any:
+def _places(op: Operation, news: Sequence[Any], olds: Sequence[Any]) -> jax.Array:
     """For each element of `news`, flattened, its place in `olds`; -1 for what is padding."""
     bounds = op.sizes.bounds_of(news)
     at = [c.ravel().astype(np.int32) for c in np.indices(bounds)]
@@ -368,11 +375,11 @@ def _gather(
     x: Row,
     indices: Row,
     *,
-    dimension_numbers: Any,
-    slice_sizes: Any,
-    mode: Any,
+    dimension_numbers: lax.GatherDimensionNumbers,
+    slice_sizes: Shape,
+    mode: lax.GatherScatterMode,
     **params: Any,
-) -> Any:
+) -> Results:
     if mode == IN_BOUNDS and np.ndim(indices.value) == 1:
         # `x[i]`: of a row alone JAX stages a dynamic slice, which keeps inside in reverse, too.
         mode = CLIP
@@ -419,18 +426,20 @@ def _gather(
     return op.cut(out, op.out_shape)
 
 
-def is_found(sizes: Sizes, dim: Any) -> bool:
+def is_found(sizes: Sizes, dim: Dim) -> bool:
     return is_symbolic(dim) and not sizes.found_of.keys().isdisjoint(_compat.symbols(dim))
 
 
-def _moved_inside(op: Operation, at: Value, rooms: Sequence[Any], mode: Any) -> Any:
+def _moved_inside(
+    op: Operation, at: Value, rooms: Sequence[Any], mode: lax.GatherScatterMode
+) -> jax.Array:
     limits = last_places(op, rooms, at)
     if mode == FILL_OR_DROP:
         return jnp.where(in_bounds(at, limits), at, -1)
     return jnp.clip(at, 0, jnp.maximum(limits, 0))
 
 
-def dropped_in_reverse(x: Value, kept: Value, axes: Sequence[int]) -> Any:
+def dropped_in_reverse(x: Value, kept: Value, axes: Sequence[int]) -> jax.Array:
     """`x`, through which derivatives flow in reverse only where `kept`, which has its `axes`.
 
     For indices with mode "promise_in_bounds", JAX reads the nearest element, but adds nothing to it
@@ -448,12 +457,12 @@ def dropped_in_reverse(x: Value, kept: Value, axes: Sequence[int]) -> Any:
 
 
 @padded_rule("dynamic_slice")
-def _dynamic_slice(op: Operation, x: Row, *starts: Row, slice_sizes: Any) -> Any:
+def _dynamic_slice(op: Operation, x: Row, *starts: Row, slice_sizes: Shape) -> Value:
     places = {axis: row.value for axis, row in enumerate(starts)}
     return op.cut(_window(op, x, places, slice_sizes), op.out_shape)
 
 
-def _window(op: Operation, x: Row, starts: dict[int, Any], sizes: Sequence[Any]) -> Any:
+def _window(op: Operation, x: Row, starts: dict[int, Any], sizes: Sequence[Any]) -> jax.Array:
     """The part of `x` that begins at `starts`, by axis, moved to lie within the row."""
     out = jnp.asarray(x.value)
     for axis, (own, size) in enumerate(zip(x.shape, sizes, strict=True)):
@@ -463,7 +472,7 @@ def _window(op: Operation, x: Row, starts: dict[int, Any], sizes: Sequence[Any])
     return out
 
 
-def _fits(op: Operation, start: Any, room: Any, size: Any) -> bool:
+def _fits(op: Operation, start: Value, room: Dim, size: Dim) -> bool:
     """Whether it is known that a window that begins at `start` is within every row, or empty."""
     if not isinstance(start, (int, np.ndarray, np.integer)):
         return False
@@ -473,7 +482,7 @@ def _fits(op: Operation, start: Any, room: Any, size: Any) -> bool:
     )
 
 
-def within(op: Operation, start: Any, room: Any, size: Any) -> Any:
+def within(op: Operation, start: Value, room: Dim, size: Dim) -> Value:
     """Where a window of a size begins that is to begin at `start`, moved to lie in the row."""
     if _fits(op, start, room, size):
         return int(start)
@@ -481,7 +490,7 @@ def within(op: Operation, start: Any, room: Any, size: Any) -> Any:
     return jnp.clip(at, 0, jnp.asarray(jnp.maximum(op.sizes.value(room), 0), at.dtype))
 
 
-def last_places(op: Operation, rooms: Sequence[Any], at: Value) -> Any:
+def last_places(op: Operation, rooms: Sequence[Any], at: Value) -> jax.Array:
     """The greatest index in each indexed dimension, where windows may be moved by `rooms`.
 
     Of the type of the indices `at`, and with as many dimensions.
@@ -490,11 +499,11 @@ def last_places(op: Operation, rooms: Sequence[Any], at: Value) -> Any:
     return lax.expand_dims(limits, range(at.ndim - 1))
 
 
-def in_bounds(at: Value, limits: Any) -> Any:
+def in_bounds(at: Value, limits: Value) -> jax.Array:
     return jnp.all((at >= 0) & (at <= limits), -1, keepdims=True)
 
 
-def as_index(at: Any) -> Any:
+def as_index(at: Value) -> jax.Array:
     """Indices in a type that has -1 and the size of any row."""
     at = jnp.asarray(at)
     if at.dtype in (np.int32, np.int64):
@@ -504,7 +513,7 @@ def as_index(at: Any) -> Any:
     return at.astype(np.int32)
 
 
-def _replace(old: Value, new: Value) -> Any:
+def _replace(old: Value, new: Value) -> Value:
     return new
 
 
@@ -526,11 +535,11 @@ def _scatter(
     indices: Row,
     updates: Row,
     *,
-    dimension_numbers: Any,
-    mode: Any,
+    dimension_numbers: lax.ScatterDimensionNumbers,
+    mode: lax.GatherScatterMode,
     update_jaxpr: ClosedJaxpr | None,
     **params: Any,
-) -> Any:
+) -> jax.Array:
     name, dnums = op.eqn.primitive.name, dimension_numbers
     indexed = dnums.scatter_dims_to_operand_dims
     removed = (*dnums.inserted_window_dims, *dnums.operand_batching_dims)
@@ -571,7 +580,9 @@ def _scatter(
     return op.bind(x.value, at, updates.value, mode=FILL_OR_DROP, indices_are_sorted=False)
 
 
-def _targets(op: Operation, at: Value, shape: Any, rooms: Any, mode: Any) -> tuple[Any, Any]:
+def _targets(
+    op: Operation, at: Value, shape: Shape, rooms: Shape, mode: lax.GatherScatterMode
+) -> tuple[Any, Any]:
     """Where windows begin; and which are written, as one more dimension of size one."""
     limits = last_places(op, rooms, at)
     if mode == CLIP:
@@ -582,7 +593,7 @@ def _targets(op: Operation, at: Value, shape: Any, rooms: Any, mode: Any) -> tup
 
 
 @padded_rule("dynamic_update_slice")
-def _dynamic_update_slice(op: Operation, x: Row, update: Row, *starts: Row) -> Any:
+def _dynamic_update_slice(op: Operation, x: Row, update: Row, *starts: Row) -> jax.Array:
     places = [
         within(op, row.value, own - size, size)
         for row, own, size in zip(starts, x.shape, update.shape, strict=True)
@@ -601,7 +612,7 @@ def _sort(op: Operation, *rows: Row, dimension: int, num_keys: int, **params: An
     return op.bind(*keys, *(row.value for row in rows[num_keys:]), is_stable=True)
 
 
-def greatest_of(dtype: np.dtype[Any]) -> Any:
+def greatest_of(dtype: np.dtype[Any]) -> Value:
     """What no value of `dtype` sorts after."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return complex(jnp.nan, jnp.nan)
@@ -609,7 +620,7 @@ def greatest_of(dtype: np.dtype[Any]) -> Any:
 
 
 @padded_rule("top_k")
-def _top_k(op: Operation, x: Row, *, axis: int, k: Any, **params: Any) -> Any:
+def _top_k(op: Operation, x: Row, *, axis: int, k: Dim, **params: Any) -> list[jax.Array]:
     if is_symbolic(k):
         raise op.reject(
             f"it takes {k} elements, which differs from row to row. Sort the row and slice the "
@@ -626,8 +637,8 @@ def _top_k(op: Operation, x: Row, *, axis: int, k: Any, **params: Any) -> Any:
 
 @padded_rule(found_places_p.name)
 def _found_places(
-    op: Operation, condition: Row, *, size: Any, limit: int | None, called: str
-) -> Any:
+    op: Operation, condition: Row, *, size: Dim, limit: int | None, called: str
+) -> Row:
     if str(size) in op.sizes.values and not op.sizes.again:
         raise op.reject(
             f"{called} is in a function under jax.jit that is called more than once, and JAX takes "
