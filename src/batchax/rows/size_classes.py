@@ -47,9 +47,6 @@ from batchax.rows.packed_forms import Names, can_hold
 from batchax.rows.sizes import Dim, Shape, Sizes, find_found, has_symbols, ragged_axes, ragged_axis
 from batchax.rules.masking import find_collective, is_inexact
 
-Dims = Sequence[Any]
-"""The sizes of the ragged axes of a value, in order."""
-
 
 @dataclass(frozen=True)
 class SizeClasses:
