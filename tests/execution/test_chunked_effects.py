@@ -83,6 +83,24 @@ def test_effects_before_a_collective_happen_once(much, wrap):
         assert part == sorted(part)
 
 
+def test_calls_in_order_wait_for_those_before_that_need_a_collective(wrap):
+    seen = []
+
+    def f(x):
+        total = lax.psum(x, "i")
+        jax.debug.callback(lambda t: seen.append(100 + float(t)), total - x, ordered=True)
+        jax.debug.callback(lambda x: seen.append(float(x)), x, ordered=True)
+        return total
+
+    for options in ({}, {"divergence": "compact"}):
+        seen.clear()
+        same(wrap(bx.vmap(f, axis_name="i", batch_size=2, **options))(X), jnp.full(LANES, 10.0))
+        jax.effects_barrier()
+        for lane in range(LANES):
+            assert seen.index(110.0 - lane) < seen.index(float(lane))
+        assert len(seen) == 2 * LANES
+
+
 def test_differentiating_input_and_output_is_refused_by_name(wrap):
     def f(x):
         jax.debug.callback(lambda _: None, x, ordered=True)

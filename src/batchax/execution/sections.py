@@ -146,15 +146,19 @@ def find_cuts(
     `loops` holds ids of loops that need all lanes as well.
     """
     cuts, blocked, free = [], set(), []
-    # In order: whatever reads a blocked variable must wait, too.
+    # In order: whatever reads a blocked variable must wait, too, and so must a callback with
+    # ordered=True after another one that waits.
+    calls_wait = False
     for eqn in eqns:
-        if not blocked.isdisjoint(variables(eqn)):
-            blocked.update(eqn.outvars)
-        elif id(eqn) in loops or uses_axis(axis, eqn):
-            cuts.append(eqn)
-            blocked.update(eqn.outvars)
-        else:
+        ordered = _compat.in_order(eqn.effects)
+        waits = not blocked.isdisjoint(variables(eqn)) or (ordered and calls_wait)
+        cuts_here = not waits and (id(eqn) in loops or uses_axis(axis, eqn))
+        if not (waits or cuts_here):
             free.append(eqn)
+            continue
+        cuts += [eqn] if cuts_here else []
+        blocked.update(eqn.outvars)
+        calls_wait |= ordered
     return cuts, blocked, free
 
 

@@ -54,6 +54,7 @@ from batchax.rows.sizes import (
     SizeOfRow,
     Sizes,
     agreed,
+    count_true,
     depends_on_sizes,
     finds_inside,
     finds_size,
@@ -571,7 +572,7 @@ def run_found(program: ClosedJaxpr, rows: Sequence[Row]) -> tuple[Sizes, list[Ro
     counts = []
     for eqn in finds:
         (condition,), params = eqn.invars, eqn.params
-        count, limit = jnp.sum(at[condition].value, dtype=np.int32), params["limit"]
+        count, limit = count_true(at[condition].value), params["limit"]
         limited = None if limit is None else Limited(params["called"], limit, count)
         sizes.find(str(params["size"]), condition.aval.shape[0], count, limited)
         counts.append(count)

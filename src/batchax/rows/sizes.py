@@ -532,10 +532,8 @@ _WORD = 32
 
 def _few_places(condition: Value, size: int) -> jax.Array:
     """As `places_where`: words of bits, the word of each place by its number, its bit in that."""
-    count = -(-condition.shape[0] // _WORD)
-    padded = lax.pad(condition, False, [(0, count * _WORD - condition.shape[0], 0)])
-    bits = padded.reshape(count, _WORD).astype(np.uint32)
-    words = jnp.sum(bits << np.arange(_WORD, dtype=np.uint32), 1, dtype=np.uint32)
+    words = _words(condition)
+    count = words.shape[0]
     own = lax.population_count(words).astype(np.int32)
     number = np.arange(size, dtype=np.int32)
     ends = jnp.cumsum(own, dtype=np.int32)
@@ -550,6 +548,20 @@ def _few_places(condition: Value, size: int) -> jax.Array:
         word = jnp.where(above, word >> np.uint32(width), word)
         place += jnp.where(above, np.int32(width), 0)
     return jnp.where(number < ends[-1], place, 0)
+
+
+def count_true(condition: Value) -> jax.Array:
+    """How many elements of a vector of bools are true, int32."""
+    # XLA's CPU compiler stores each of them as an int32, and adds these in three passes.
+    return jnp.sum(lax.population_count(_words(condition)), dtype=np.int32)
+
+
+def _words(condition: Value) -> jax.Array:
+    """The bits of a vector of bools, as words of 32."""
+    count = -(-condition.shape[0] // _WORD)
+    padded = lax.pad(condition, False, [(0, count * _WORD - condition.shape[0], 0)])
+    bits = padded.reshape(count, _WORD).astype(np.uint32)
+    return jnp.sum(bits << np.arange(_WORD, dtype=np.uint32), 1, dtype=np.uint32)
 
 
 def _types(condition: Aval, *, size: Dim, **params: Any) -> Aval:

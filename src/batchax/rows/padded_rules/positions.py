@@ -32,6 +32,7 @@ from batchax.rows.sizes import (
     Limited,
     Shape,
     Sizes,
+    count_true,
     found_places_p,
     has_symbols,
     is_symbolic,
@@ -646,7 +647,7 @@ def _found_places(
             "compiled as a whole."
         )
     mask = jnp.asarray(op.filled(condition, False))
-    count = jnp.sum(mask, dtype=np.int32)
+    count = count_true(mask)
     limited = None if limit is None else Limited(called, limit, count)
     bound = op.sizes.find(str(size), condition.shape[0], count, limited)
     return op.result(places_where(mask, bound))
