@@ -40,8 +40,8 @@ from batchax.rows.buckets import (
 )
 from batchax.rows.building import as_tuple, known_lengths
 from batchax.rows.call import RowCall, SizesOf, place_ragged, reject_ordered, with_room
-from batchax.rows.packed import Packed, PackedRows
-from batchax.rows.packed_forms import names_of
+from batchax.rows.packed import PackedRows
+from batchax.rows.packed_forms import Packed, names_of
 from batchax.rows.ragged import Ragged, rows_of_one_size
 from batchax.rows.sizes import Dim, Sizes, ragged_axes
 from batchax.rules.calls import calls_library

@@ -31,16 +31,18 @@ from batchax.kernel.interpreter import batch_equation
 from batchax.rows.index import RowIndex, take_clipped
 from batchax.rows.layouts import REDUCED, Constant, flatten, reduce_segments
 from batchax.rows.packed_forms import (
+    Index,
     Names,
+    Packed,
     PackedSizes,
     can_hold,
     has_several,
+    index_of,
     merge,
     merged_shape,
     merged_size,
     names_of,
     packed_move,
-    shorter,
 )
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
 from batchax.rows.row_rules import Rows, in_packed_rows, size_of_rule
@@ -48,22 +50,11 @@ from batchax.rows.sizes import Dim, Shape, depends_on_sizes, has_symbols, is_sym
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A value of all rows."""
-
-    value: Value  # an array
-    shape: tuple[Dim, ...]  # the shape that the value has for one row
-    # Where `value` has an axis for the rows. None if it has no such axis: because rows do not
-    # differ in it, or because they follow one another along the ragged axis of `shape`.
-    axis: Position = None
-
-
-@dataclass(frozen=True)
 class PackedRows:
     """All rows of a batch, for the sizes that there are."""
 
     axis: Axis  # the axis being mapped, whose lanes are rows
-    index: Mapping[str, RowIndex]  # where they are, by the name of each size
+    index: Index  # where they are, by the name of each size
     # Of packed arrays that are ragged along several axes, by their sizes.
     room: Mapping[Names, int] = field(default_factory=dict)
 
@@ -72,9 +63,7 @@ class PackedRows:
         return {name: own.bound for name, own in self.index.items()}
 
     def of(self, dim: Dim) -> RowIndex:
-        named = shorter(dim, self.bounds)
-        assert named is not None
-        return self.index[named[0]]
+        return index_of(self.index, dim)
 
     def holds(self, shape: Shape) -> bool:
         """Whether values of that shape are packed: see `can_hold`."""
@@ -170,7 +159,7 @@ def run_packed(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Pac
     if (size := size_of_rule(eqn)) is not None:
         return _by_rule(rows, eqn, size, values)
     if (move := packed_move(eqn, rows.bounds)) is not None:
-        return [Packed(move(rows, Operation(eqn, rows.sizes), values), shapes[0])]
+        return [Packed(move(rows.index, Operation(eqn, rows.sizes), values), shapes[0])]
     at = ragged_axis(values[0].shape) if values else None
     if name in REDUCED and at is not None and at in eqn.params["axes"]:
         return [_reduce(rows, eqn, values[0], at)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from batchax import _compat
 from batchax.cache import Cache
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import Aval, Eqn, Value
+from batchax.kernel.axis import Position
 from batchax.rows.index import RowIndex, moved, row_places, take_clipped
 from batchax.rows.padded import Operation, Row
 from batchax.rows.padded_rules.positions import (
@@ -47,9 +48,6 @@ from batchax.rows.sizes import (
     ragged_axes,
     ragged_axis,
 )
-
-if TYPE_CHECKING:
-    from batchax.rows.packed import Packed, PackedRows
 
 Shorter = tuple[str, int]
 """A size of rows, less so many elements, and never negative."""
@@ -137,8 +135,30 @@ def shorten(
     return moved(x, axis, source, target)
 
 
-Move = Callable[["PackedRows", Operation, Sequence["Packed"]], jax.Array]
-"""``move(rows, operation, values)``: the array of the result, from those of operands, packed."""
+@dataclass(frozen=True)
+class Packed:
+    """A value of all rows."""
+
+    value: Value  # an array
+    shape: tuple[Dim, ...]  # the shape that the value has for one row
+    # Where `value` has an axis for the rows. None if it has no such axis: because rows do not
+    # differ in it, or because they follow one another along the ragged axis of `shape`.
+    axis: Position = None
+
+
+Index = Mapping[str, RowIndex]
+"""Where rows are, by the name of each size that they have."""
+
+
+def index_of(index: Index, dim: Dim) -> RowIndex:
+    """Where rows of the size `dim` are, or those that they are part of."""
+    named = shorter(dim, {name: own.bound for name, own in index.items()})
+    assert named is not None
+    return index[named[0]]
+
+
+Move = Callable[[Index, Operation, Sequence[Packed]], jax.Array]
+"""``move(index, operation, values)``: the array of the result, from those of operands, packed."""
 
 
 def packed_move(eqn: Eqn, bounds: Mapping[str, int]) -> Move | None:
@@ -203,7 +223,7 @@ def _window(
     if any(sizes[i] < 1 or starts.get(i, 0) < 0 or last[i] >= shape[i] for i in others):
         return None
 
-    def move(rows: PackedRows, op: Operation, values: Sequence[Packed]) -> jax.Array:
+    def move(index: Index, op: Operation, values: Sequence[Packed]) -> jax.Array:
         x = shift(values[0].value, at, -start)
         first = [0 if axis == at else starts.get(axis, 0) for axis in range(len(shape))]
         limits = [x.shape[at] if axis == at else last[axis] + 1 for axis in range(len(shape))]
@@ -251,19 +271,17 @@ def _scatter_of(eqn: Eqn, bounds: Mapping[str, int]) -> Move | None:
     return None if eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] else _write
 
 
-def _added(
-    at: int, start: int, rows: PackedRows, op: Operation, values: Sequence[Packed]
-) -> jax.Array:
+def _added(at: int, start: int, index: Index, op: Operation, values: Sequence[Packed]) -> jax.Array:
     x, _, updates = values
     update = op.masked(Row(updates.value, updates.shape), 0)
     return x.value + shift(update, at, start)
 
 
-def _read(rows: PackedRows, op: Operation, values: Sequence[Packed]) -> jax.Array:
+def _read(index: Index, op: Operation, values: Sequence[Packed]) -> jax.Array:
     x, indices = values
     (at,), mode = ragged_axes(x.shape), op.eqn.params["mode"]
-    capacity = rows.of(x.shape[at]).capacity
-    target, inside = _targets(rows, x, indices)
+    capacity = index_of(index, x.shape[at]).capacity
+    target, inside = _targets(index, x, indices)
     if mode == FILL_OR_DROP:
         target = jnp.where(inside, target, np.int32(capacity))
     given = lax.expand_dims(target, (target.ndim,))
@@ -276,35 +294,35 @@ def _read(rows: PackedRows, op: Operation, values: Sequence[Packed]) -> jax.Arra
     return op.cut(out, op.out_shape)
 
 
-def _write(rows: PackedRows, op: Operation, values: Sequence[Packed]) -> jax.Array:
+def _write(index: Index, op: Operation, values: Sequence[Packed]) -> jax.Array:
     x, indices, updates = values
-    target, inside = _targets(rows, x, indices)
+    target, inside = _targets(index, x, indices)
     if op.eqn.params["mode"] == CLIP:
         inside = jnp.ones_like(inside)
     belongs = op.sizes.mask(indices.shape, op.sizes.padded_axes(indices.shape))
     written = inside if belongs is None else inside & belongs[..., 0]
     # Each to another place out of bounds, as the indices may be declared unique.
     (at,) = ragged_axes(x.shape)
-    beyond = np.int32(rows.of(x.shape[at]).capacity)
+    beyond = np.int32(index_of(index, x.shape[at]).capacity)
     nowhere = beyond + lax.iota(np.int32, written.size).reshape(written.shape)
     target = lax.expand_dims(jnp.where(written, target, nowhere), (target.ndim,))
     return op.bind(x.value, target, updates.value, mode=FILL_OR_DROP, indices_are_sorted=False)
 
 
-def _targets(rows: PackedRows, x: Packed, indices: Packed) -> tuple[Any, Any]:
+def _targets(index: Index, x: Packed, indices: Packed) -> tuple[Any, Any]:
     """Where in all packed elements the indices of elements are, moved inside, and which were."""
     (dim,), (along,) = (x.shape[k] for k in ragged_axes(x.shape)), ragged_axes(indices.shape)
-    of = shorter(dim, rows.bounds)
+    of = shorter(dim, {name: each.bound for name, each in index.items()})
     assert of is not None  # or the rows would not be packed
     name, less = of
-    index, row = rows.index[name], rows.of(indices.shape[along]).rows
+    own, row = index[name], index_of(index, indices.shape[along]).rows
     place = as_index(lax.squeeze(indices.value, (len(indices.shape) - 1,)))
     each = lambda x: lax.broadcast_in_dim(
         take_clipped(jnp.asarray(x), row, 0, indices_are_sorted=True).astype(place.dtype),
         place.shape,
         (along,),
     )
-    start, last = each(index.starts), each(index.lengths) - place.dtype.type(less + 1)
+    start, last = each(own.starts), each(own.lengths) - place.dtype.type(less + 1)
     zero = place.dtype.type(0)
     inside = (place >= zero) & (place <= last)
     return (start + jnp.clip(place, zero, jnp.maximum(last, zero))).astype(np.int32), inside

@@ -35,8 +35,8 @@ from batchax.rows.layouts import (
     differing_values,
     flatten,
 )
-from batchax.rows.packed import Packed, PackedRows, run_and_note
-from batchax.rows.packed_forms import names_of
+from batchax.rows.packed import PackedRows, run_and_note
+from batchax.rows.packed_forms import Packed, names_of
 from batchax.rows.padded import CannotPad, Row, run_equation
 from batchax.rows.ragged import Ragged
 from batchax.rows.size_classes import (

@@ -42,8 +42,8 @@ from batchax.rows.buckets import Weight, fewer_boxes, lightest_groups
 from batchax.rows.groups import KnownGroups, of_one_row
 from batchax.rows.index import moved
 from batchax.rows.layouts import Costs, RowProgram, RowStep, differing_values
-from batchax.rows.packed import Packed, PackedRows
-from batchax.rows.packed_forms import Names, can_hold
+from batchax.rows.packed import PackedRows
+from batchax.rows.packed_forms import Names, Packed, can_hold
 from batchax.rows.sizes import Dim, Shape, Sizes, find_found, has_symbols, ragged_axes, ragged_axis
 from batchax.rules.masking import find_collective, is_inexact
 
