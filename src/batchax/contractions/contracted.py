@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 from jax.extend.core.primitives import jit_p
 
 from batchax import _compat
 from batchax.analysis.cost import is_fused
-from batchax.contractions.deferred import DeferredContraction, described, is_deferred
+from batchax.contractions.deferred import DeferredContraction, Term, described, is_deferred
 from batchax.contractions.inside import ENTERED, run_inside
 from batchax.contractions.operations import OF_ARRAYS, OPERATIONS, is_wider, terms_of
 from batchax.contractions.products import Operand, Product, Terms, arrays_of
@@ -124,7 +124,7 @@ def _most_made(jaxpr: Jaxpr) -> int:
     return most
 
 
-def _elements(v: Any) -> int:
+def _elements(v: Var | Literal) -> int:
     return math.prod(getattr(v.aval, "shape", ()))
 
 
@@ -210,7 +210,7 @@ class _Factoring:
             each.append(Operand(x, None if id(v) in self._apart else own, *more))
         return each
 
-    def _factored(self, x: Operand) -> Any:
+    def _factored(self, x: Operand) -> Value:
         """Returns an output, with its factors if sums over lanes are better by those."""
         terms = x.products
         if not any(map(is_deferred, terms)):
@@ -242,7 +242,7 @@ class _Factoring:
         return len(arrays_of(term)) == 1 and whole and size <= self._held
 
 
-def _sum_of_squares(eqn: Eqn, operands: Sequence[Operand]) -> Any:
+def _sum_of_squares(eqn: Eqn, operands: Sequence[Operand]) -> jax.Array | None:
     """Computes a sum of squares of all elements of a product; None if `eqn` is not one."""
     name = eqn.primitive.name
     if name == "reduce_sum" and len(eqn.params["axes"]) == np.ndim(operands[0].value):
@@ -284,7 +284,9 @@ def _unshaped(x: Operand) -> Operand:
     return x
 
 
-def _batched(axis: Axis, args: Values, axes: Positions, /, *, terms: Any) -> tuple[Any, Position]:
+def _batched(
+    axis: Axis, args: Values, axes: Positions, /, *, terms: tuple[Term, ...]
+) -> tuple[Any, Position]:
     return args[0], axes[0]
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -93,7 +94,7 @@ class DeferredContraction(NamedTuple):
     factors: Values  # arrays of all lanes
     positions: Positions  # their batch axes
 
-    def total(self, real: Value | None = None) -> Any:
+    def total(self, real: Value | None = None) -> jax.Array:
         """Computes the sum over lanes; narrow floats are summed in float32. `real` masks lanes."""
         pieces: dict[_Place, Any] = {}
         for term in sorted(self.terms, key=lambda term: term.starts):
@@ -102,21 +103,21 @@ class DeferredContraction(NamedTuple):
             pieces[place] = pieces[place] + total if place in pieces else total
         return _assembled(pieces, self.like.shape)
 
-    def as_output(self, x: Value) -> Any:
+    def as_output(self, x: Value) -> jax.Array:
         """Converts an array to the dtype of the output."""
         return lax.convert_element_type(x, self.like.dtype)
 
-    def of_all(self, reduction: Reduction) -> Any:
+    def of_all(self, reduction: Reduction) -> jax.Array:
         """Computes a reduction that sums lanes, over all of them."""
         result = reductions.finished(reduction, self.state(reduction), self.lanes)
         return result if reduction.lane is None else self.as_output(result)
 
-    def state(self, reduction: Reduction, real: Value | None = None) -> Any:
+    def state(self, reduction: Reduction, real: Value | None = None) -> jax.Array:
         """Computes the state of a reduction that sums lanes (see `total`)."""
         total = self.total(real)
         return self.as_output(total) if reduction.lane is None else total
 
-    def _added(self, term: Term, real: Value | None) -> Any:
+    def _added(self, term: Term, real: Value | None) -> jax.Array:
         arrays = [
             _Labelled.of(self.factors[k], labels[:-1] if one_hot else labels, self.positions[k])
             for k, labels, one_hot in term.factors
@@ -189,7 +190,7 @@ class _Labelled(NamedTuple):
     def converted(self, dtype: np.dtype[Any]) -> _Labelled:
         return _Labelled(lax.convert_element_type(self.value, dtype), self.labels)
 
-    def placed(self, labels: tuple[int | None, ...], shape: tuple[int, ...]) -> Any:
+    def placed(self, labels: tuple[int | None, ...], shape: tuple[int, ...]) -> jax.Array:
         """Transposes to dimensions of these labels, repeated along None."""
         order = [n for n in labels if n is not None]
         value = lax.transpose(self.value, [self.labels.index(n) for n in order])
@@ -201,7 +202,7 @@ _Place = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a piece of an array begins, and its shape."""
 
 
-def _assembled(pieces: dict[_Place, Any], shape: tuple[int, ...]) -> Any:
+def _assembled(pieces: dict[_Place, Any], shape: tuple[int, ...]) -> jax.Array:
     """Assembles an array from pieces in order, which may overlap."""
     if len(pieces) == 1 and shape in (own for _, own in pieces):
         return next(iter(pieces.values()))
@@ -262,12 +263,12 @@ def _contracted(
     return _dot(x, y, summed, paired, lax.Precision.HIGHEST if term.exact else term.precision)
 
 
-def _count(x: _Labelled, lanes: int, real: Any) -> _Labelled:
+def _count(x: _Labelled, lanes: int, real: Value | None) -> _Labelled:
     return _Labelled(jnp.asarray(lanes if real is None else jnp.sum(real), x.value.dtype), ())
 
 
 def _scattered(
-    rows: _Labelled, index: dict[int, _Labelled], term: Term, lanes: int, real: Any
+    rows: _Labelled, index: dict[int, _Labelled], term: Term, lanes: int, real: Value | None
 ) -> _Labelled:
     """Adds the rows of all lanes to one table of zeros, at indices for some labels."""
     if not any(x.has_lanes for x in (rows, *index.values())):
@@ -299,7 +300,7 @@ def _scattered(
 
 
 def _dot(
-    x: _Labelled, y: _Labelled, summed: list[int], paired: list[int], precision: Any
+    x: _Labelled, y: _Labelled, summed: list[int], paired: list[int], precision: lax.PrecisionLike
 ) -> _Labelled:
     dtype = jnp.promote_types(x.value.dtype, y.value.dtype)
     lhs, rhs = _compat.varying_alike([a.value.astype(dtype) for a in (x, y)])

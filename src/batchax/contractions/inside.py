@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,7 +23,7 @@ from batchax.contractions.deferred import DeferredContraction, described, is_def
 from batchax.contractions.products import Factor, Label, Operand, Product, Terms
 from batchax.jaxprs.bodies import Body, bind_with, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, variables_in, variables_read
-from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 
 ENTERED = (scan_p, remat_p)
 """The primitives from which factors come out."""
@@ -77,11 +78,7 @@ def run_inside(
 
 
 def _run(
-    body: Body,
-    program: ClosedJaxpr,
-    evaluated: Evaluate,
-    xs: Values,
-    read: Collection[int],
+    body: Body, program: ClosedJaxpr, evaluated: Evaluate, xs: Values, read: Collection[int]
 ) -> tuple[list[Value], _Made]:
     """Runs a jaxpr; returns results and the factors of products that it need not return."""
     given = list(map(Operand, xs))
@@ -120,13 +117,7 @@ def _without(terms: Terms, carried: Product) -> Terms | None:
 
 
 def _of_all_steps(
-    out: Any,
-    k: int,
-    terms: Terms,
-    body: Body,
-    made: _Made,
-    values: Values,
-    outs: Values,
+    out: Any, k: int, terms: Terms, body: Body, made: _Made, values: Values, outs: Values
 ) -> Terms:
     """Rewrites terms of a step to factors outside of the loop."""
     # Factors that differ between steps get the steps as a dimension, over which terms are summed.
@@ -161,7 +152,7 @@ def _of_all_steps(
     return tuple(each)
 
 
-def _total(like: Any, terms: Terms) -> Any:
+def _total(like: Aval, terms: Terms) -> jax.Array:
     """Computes an array of this type from all products."""
     factors = [f.value for t in terms for f in t.factors]
     contraction = DeferredContraction(like, 1, described(terms), factors, [None] * len(factors))

@@ -70,7 +70,7 @@ def _negative(eqn: Eqn, x: Product, shape: tuple[int, ...]) -> Product:
     return replace(x, negative=not x.negative)
 
 
-def _same(eqn: Eqn, x: Product, shape: Any) -> Product:
+def _same(eqn: Eqn, x: Product, shape: Sequence[int]) -> Product:
     return x
 
 
@@ -413,12 +413,12 @@ def _placed_rows(
 _MOST_INDICES = 2**31 - 1
 
 
-def _in_range(index: Value, size: int) -> Any:
+def _in_range(index: Value, size: int) -> jax.Array:
     # The value `size` marks an index out of range, which is dropped.
     return jnp.where((index >= 0) & (index < size), index, size)
 
 
-def _clipped(index: Value, size: int) -> Any:
+def _clipped(index: Value, size: int) -> jax.Array:
     return jnp.clip(index, 0, size - 1)
 
 

@@ -104,7 +104,7 @@ def itself(x: Value) -> Product:
     return Product((factor,), dims, (0,) * len(shape))
 
 
-def aligned(factor: Any, labels: tuple[Any, ...]) -> Any:
+def aligned(factor: Any, labels: tuple[Any, ...]) -> Value:
     """Transposes a factor to the order of `labels`, with size 1 for those it lacks."""
     value, own = factor[:2]
     if own == labels:

@@ -21,6 +21,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -49,7 +50,7 @@ class _Form(NamedTuple):
     value: Callable[[], Any]
 
 
-def sum_of_squares(x: Operand, dtype: np.dtype[Any]) -> Any:
+def sum_of_squares(x: Operand, dtype: np.dtype[Any]) -> jax.Array | None:
     """Computes the sum of squares of all elements; None if factors do not make it cheaper."""
     terms = x.products
     if not any(_is_outer(t) or t.matrices for t in terms):
@@ -100,18 +101,20 @@ def _squares(x: Product, dtype: np.dtype[Any]) -> _Form | None:
     )
 
 
-def _multiplied(factors: Sequence[Factor], group: Group, dtype: np.dtype[Any] | None = None) -> Any:
+def _multiplied(
+    factors: Sequence[Factor], group: Group, dtype: np.dtype[Any] | None = None
+) -> jax.Array:
     """Multiplies the factors of a group."""
     each = [aligned(factors[k], group.labels) for k in group.numbers]
     value = functools.reduce(jnp.multiply, each)
     return value if dtype is None else lax.convert_element_type(value, dtype)
 
 
-def _of_one(parts: list[Value]) -> Any:
+def _of_one(parts: list[Value]) -> jax.Array:
     return jnp.sum(jnp.square(functools.reduce(jnp.multiply, parts)))
 
 
-def _of_outer(parts: list[Value]) -> Any:
+def _of_outer(parts: list[Value]) -> jax.Array:
     """Computes the sum of squares of an outer product."""
     # Each part is scaled by its largest magnitude: its square alone may overflow or underflow where
     # that of the product does not. Infinity times zero is NaN in the product, so the result is,
@@ -144,7 +147,7 @@ def _scattered_squares(x: Product, dtype: np.dtype[Any]) -> _Form | None:
         return None
     rows, width = (math.prod(n.size for n in names) for names in (index, own))
 
-    def value() -> Any:
+    def value() -> jax.Array:
         each = (Factor(_multiplied(x.factors, g, dtype), g.labels) for g in parts)
         added = functools.reduce(jnp.multiply, (aligned(f, (*index, *own)) for f in each))
         added = jnp.broadcast_to(added, [n.size for n in (*index, *own)]).reshape(rows, width)
@@ -184,7 +187,7 @@ def _inner_product(x: Product, y: Product, dtype: np.dtype[Any], times: int = 1)
     repeated = {*x.labels, *other.labels} - x.in_factors - other.in_factors
     cost, order = _cheapest(tuple(frozenset(f.labels) for f in arrays))
 
-    def value() -> Any:
+    def value() -> jax.Array:
         numbers = [n for _, own in each for n in own]
         sign = -1 if x.negative != other.negative else 1
         number = jnp.asarray(sign * times * math.prod(n.size for n in repeated), dtype)
@@ -276,7 +279,7 @@ def _cheapest(arrays: tuple[frozenset[Any], ...]) -> tuple[float, _Order]:
     return best
 
 
-def _contracted(arrays: Sequence[Factor], order: _Order, dtype: np.dtype[Any]) -> Any:
+def _contracted(arrays: Sequence[Factor], order: _Order, dtype: np.dtype[Any]) -> jax.Array:
     """Sums the product of arrays over all labels."""
     arrays = list(arrays)
     for i, j in order:
@@ -288,7 +291,7 @@ def _contracted(arrays: Sequence[Factor], order: _Order, dtype: np.dtype[Any]) -
     return _einsum(arrays, (), dtype) if arrays[0].labels else arrays[0].value
 
 
-def _einsum(arrays: Sequence[Factor], labels: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
+def _einsum(arrays: Sequence[Factor], labels: tuple[Any, ...], dtype: np.dtype[Any]) -> jax.Array:
     numbers = {n: k for k, n in enumerate(dict.fromkeys(n for f in arrays for n in f.labels))}
     common = jnp.result_type(*(f.value for f in arrays))
     given = ((f.value.astype(common), [numbers[n] for n in f.labels]) for f in arrays)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer, eval_jaxpr
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 from jax.interpreters import ad
 
 from batchax import _compat
@@ -150,8 +150,20 @@ class Cotangents:
         return run
 
 
+class _SameOperands:
+    """A step with the operands of the function before it."""
+
+    def values_before(self, flags: Flags) -> Flags:
+        """Returns which operands of the function before are batched."""
+        return flags
+
+    def flags_before(self, flags: Flags) -> Flags:
+        """Returns which operands of the function before must be batched."""
+        return flags
+
+
 @dataclass(frozen=True)
-class MappedStep:
+class MappedStep(_SameOperands):
     """Describes a step to many directions of derivatives of one example.
 
     `mapped` operands have the directions along axis 0, as do all results.
@@ -175,12 +187,6 @@ class MappedStep:
         """Returns the result types, from those of the function before."""
         return [batched_aval(self.axis, aval, 0) for aval in before]
 
-    def values_before(self, flags: Flags) -> Flags:
-        return flags
-
-    def flags_before(self, flags: Flags) -> Flags:
-        return flags
-
     def batched(self, axis: Axis, before: BatchedFlat, flags: Flags) -> BatchedFlat:
         """Maps `before`, a function of batches, over all directions."""
         # Directions come after the lanes, which stay in front.
@@ -199,7 +205,7 @@ class MappedStep:
 
 
 @dataclass(frozen=True)
-class Primals:
+class Primals(_SameOperands):
     """Describes a differentiation step: to the results, as derivative rules inside return them.
 
     A rule applies once: JAX differentiates further what the rule computed. Operands are those of
@@ -217,14 +223,6 @@ class Primals:
         """Returns the result types, from those of the function before."""
         return list(before)
 
-    def values_before(self, flags: Flags) -> Flags:
-        """Returns which operands of the function before are batched."""
-        return flags
-
-    def flags_before(self, flags: Flags) -> Flags:
-        """Returns which operands of the function before must be batched."""
-        return flags
-
     def batched(self, axis: Axis, before: BatchedFlat, flags: Flags) -> BatchedFlat:
         """Applies the step to `before`, a function of batches; see `Tangents.batched`."""
         return lambda *xs: _compat.described(before, lambda arrays: self.function(arrays)(*xs))
@@ -233,7 +231,7 @@ class Primals:
 DerivativeStep = Tangents | Primals | Cotangents | MappedStep
 
 
-def spread(axis: Axis, x: Value, batched: bool, target: bool) -> Any:
+def spread(axis: Axis, x: Value, batched: bool, target: bool) -> Value:
     """Repeats or sums a value along its lanes, as is wanted.
 
     Cotangents of a shared result add up.
@@ -278,7 +276,7 @@ def effects_had(had: bool) -> Iterator[None]:
         _effects_had.reset(token)
 
 
-def call(jaxpr: ClosedJaxpr, rule: Any, operands: Values) -> list[Any]:
+def call(jaxpr: ClosedJaxpr, rule: Hashable, operands: Values) -> list[Any]:
     """Calls a program with a user's batching rule, for one example."""
     if _effects_had.get():
         jaxpr = without_effects(jaxpr)
@@ -314,8 +312,8 @@ def jvp(
     tangents: Values,
     *,
     jaxpr: ClosedJaxpr,
-    steps: Any,
-    rule: Any,
+    steps: tuple[DerivativeStep, ...],
+    rule: Hashable,
 ) -> tuple[Sequence[Any], list[Any]]:
     moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     types = result_types(jaxpr, steps)
@@ -385,7 +383,11 @@ def _reject_effects(jaxpr: ClosedJaxpr, of: Sequence[int]) -> None:
 
 
 def transpose(
-    cotangents: Values, *operands: Value, jaxpr: ClosedJaxpr, steps: Any, rule: Any
+    cotangents: Values,
+    *operands: Value,
+    jaxpr: ClosedJaxpr,
+    steps: tuple[DerivativeStep, ...],
+    rule: Hashable,
 ) -> list[Any]:
     linear = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
     of = tuple(k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero)
@@ -476,7 +478,7 @@ def _vary(directions: Sequence[Any], first: int) -> bool:
     return any(not isinstance(d, MappedStep) or any(d.mapped[:first]) for d in directions)
 
 
-def _identity(v: Any) -> Any:
+def _identity(v: Var | Literal) -> Hashable:
     return (v.aval, np.asarray(v.val).tobytes()) if isinstance(v, Literal) else v
 
 
@@ -492,7 +494,7 @@ def with_pullback(
         count = len(later.of)
         flags = [a is not None for a in axes[-count:]]
 
-        def reverse(*cotangents: Any) -> tuple[list[Any], Flags]:
+        def reverse(*cotangents: Values) -> tuple[list[Any], Flags]:
             targets = [out_flags[k] for k in later.of]
             placed = map(functools.partial(spread, axis), cotangents, flags, targets)
             return list(pull(list(placed))), [True] * len(later.moving)
@@ -534,7 +536,7 @@ def with_pullback_of_one(
     return (outs[:first], out_axes[:first]), pullback
 
 
-def to_front(axis: Axis, x: Value, position: Position) -> Any:
+def to_front(axis: Axis, x: Value, position: Position) -> Value:
     return x if position is None else axis_to_front(axis, x, position)
 
 

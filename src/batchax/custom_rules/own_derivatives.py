@@ -27,7 +27,7 @@ from batchax.jaxprs.types import Aval, ClosedJaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_inner, inline_jaxpr
 from batchax.kernel.own_primitive import own_primitive, tangents_of, with_values
-from batchax.kernel.registry import describe_returned
+from batchax.kernel.registry import describe_returned, split_pair
 from batchax.rules.custom_derivatives import batched_transpose, in_reverse_alone
 from batchax.rules.masking import is_inexact
 
@@ -68,12 +68,7 @@ def linear_with_transpose(
 _staged = Cache("linear functions, and their transposes", most=1024)
 
 
-def _bind(
-    ahead: ClosedJaxpr,
-    back: ClosedJaxpr,
-    residuals: Values,
-    operands: Values,
-) -> list[Any]:
+def _bind(ahead: ClosedJaxpr, back: ClosedJaxpr, residuals: Values, operands: Values) -> list[Any]:
     """Binds the call, with the constants of both programs as residuals."""
     (ahead, back), consts = _compat.hoist_constants(ahead, back)
     return linear_p.bind(
@@ -86,7 +81,7 @@ def _bind(
     )
 
 
-def _run(*operands: Value, forward: Any, **_: Any) -> list[Any]:
+def _run(*operands: Value, forward: ClosedJaxpr, **_: Any) -> list[Any]:
     return inline_jaxpr(forward, _of_one_mesh(operands))
 
 
@@ -106,7 +101,7 @@ def _of_one_mesh(operands: Values) -> Sequence[Any]:
     ]
 
 
-def _jvp(primals: Values, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
+def _jvp(primals: Values, tangents: Values, **params: Any) -> tuple[list[Any], list[Any]]:
     count = params["count"]
     outs = linear_p.bind(*primals, **params)
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
@@ -123,8 +118,8 @@ def _jvp(primals: Values, tangents: Any, **params: Any) -> tuple[list[Any], list
 
 
 def _transpose(
-    cotangents: Any, *operands: Value, forward: ClosedJaxpr, transpose: ClosedJaxpr, count: int
-) -> Any:
+    cotangents: Values, *operands: Value, forward: ClosedJaxpr, transpose: ClosedJaxpr, count: int
+) -> list[Value]:
     others = operands[:count]
     given = map(ad.instantiate_zeros, cotangents)
     if in_reverse_alone.in_program(forward):
@@ -144,8 +139,8 @@ def _batched(
     axes: Positions,
     /,
     *,
-    forward: Any,
-    transpose: Any,
+    forward: ClosedJaxpr,
+    transpose: ClosedJaxpr,
     count: int,
 ) -> tuple[list[Any], Positions]:
     ahead, out_axes = batch_inner(axis, forward, axes)
@@ -194,7 +189,7 @@ def call_with_derivatives(
     call: Callable[[Arguments, Sequence[Any]], Any],
     arguments: Arguments,
     operands: Values,
-) -> Any:
+) -> Tree:
     """Calls ``call(arguments, operands)``, differentiated by `rules`."""
     given = _Call(rules, name, call, arguments, operands)
     if rules.jvp is None:
@@ -221,7 +216,7 @@ class _Call:
         # Those whose derivatives are arrays; of integers and keys there are none.
         self.smooth = [i for i, x in enumerate(operands) if is_inexact(jax.typeof(x))]
 
-    def run(self, *operands: Value) -> Any:
+    def run(self, *operands: Value) -> Tree:
         return self.call(self.arguments, operands)
 
     def tangents(self, primals: Values, tangents: Values) -> tuple[Any, Any]:
@@ -229,27 +224,22 @@ class _Call:
         assert self.rules.jvp is not None
         values = self.arguments.in_order(primals)
         directions = self.arguments.with_constants(_no_tangent).in_order(tangents)
-        result = self.rules.jvp(values, directions)
-        if not (isinstance(result, (tuple, list)) and len(result) == 2):
-            raise ArgumentTypeError(
-                f"the rule given to {self.name}.def_jvp must return a pair (out, out_tangent), "
-                f"but it returned {describe_returned(result)}."
-            )
-        return result[0], result[1]
+        where = f"the rule given to {self.name}.def_jvp"
+        meaning = "The tangent has the structure of the result."
+        return split_pair(where, self.rules.jvp(values, directions), "out, out_tangent", meaning)
 
     def forward(self, *operands: Value) -> tuple[Any, _Residuals]:
         """Runs the user's forward pass."""
         assert self.rules.fwd is not None
         args, kwargs = self.arguments.rebuild(operands)
-        result = self.rules.fwd(*args, **kwargs)
-        if not (isinstance(result, (tuple, list)) and len(result) == 2):
-            raise ArgumentTypeError(
-                f"the rule fwd given to {self.name}.def_vjp must return a pair (out, residuals), "
-                f"but it returned {describe_returned(result)}."
-            )
-        return result[0], _Residuals.of(result[1])
+        where = f"the rule fwd given to {self.name}.def_vjp"
+        meaning = "The residuals are what bwd gets first."
+        out, residuals = split_pair(
+            where, self.rules.fwd(*args, **kwargs), "out, residuals", meaning
+        )
+        return out, _Residuals.of(residuals)
 
-    def backward(self, residuals: _Residuals, cotangent: Any) -> tuple[Any, ...]:
+    def backward(self, residuals: _Residuals, cotangent: Tree) -> tuple[Any, ...]:
         """Runs the user's reverse pass; None for operands without a cotangent."""
         assert self.rules.bwd is not None
         result = self.rules.bwd(residuals.rebuild(residuals.arrays), cotangent)
@@ -320,11 +310,11 @@ class _Residuals:
         return tuple(self.arrays), self.rebuild
 
     @classmethod
-    def tree_unflatten(cls, rebuild: Any, arrays: Any) -> _Residuals:
+    def tree_unflatten(cls, rebuild: Callable[[Sequence[Any]], Any], arrays: Values) -> _Residuals:
         return cls(arrays, rebuild)
 
 
-def _no_tangent(x: Value) -> Any:
+def _no_tangent(x: Value) -> np.ndarray | None:
     """Returns the tangent of a constant: zero, or None if it is not an array."""
     if not is_array(x):
         return None

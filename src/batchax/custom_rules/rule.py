@@ -81,7 +81,7 @@ class Arguments:
             leaves += jax.tree.leaves(spread, is_leaf=_is_none)
         return [leaves[i] for i in self.operand_leaves]
 
-    def said(self, of_operands: Sequence[Any], of_constants: Any) -> list[Any]:
+    def said(self, of_operands: Sequence[Any], of_constants: object) -> list[Any]:
         """Builds the pytrees that a rule gets about its arguments.
 
         They are in order of definition, keyword-only ones last.
@@ -139,11 +139,7 @@ def _by_position(
 
 
 def run_with_collectives(
-    axis: Axis,
-    jaxpr: Jaxpr,
-    consts: Values,
-    args: Values,
-    batched: Sequence[bool],
+    axis: Axis, jaxpr: Jaxpr, consts: Values, args: Values, batched: Sequence[bool]
 ) -> list[Any]:
     """Runs the program of a rule whose collectives over `axis` are among its lanes.
 
@@ -359,7 +355,7 @@ class UserRule:
         return _naming(self, rule)
 
     def returned(
-        self, where: str, result: Any, form: Form
+        self, where: str, result: object, form: Form
     ) -> tuple[list[Any], list[str], list[Any]]:
         """Flattens what a rule returned, or raises if the form is wrong.
 
@@ -380,7 +376,7 @@ class UserRule:
         return leaves, paths, _out_flags(where, out, flags, form)
 
 
-def _out_flags(where: str, out: Any, flags: Any, form: Form) -> list[Any]:
+def _out_flags(where: str, out: Tree, flags: Tree, form: Form) -> list[Any]:
     """Broadcasts a prefix pytree to one entry for each result."""
     may_be_none = None in form.allowed
     is_leaf = _is_none if may_be_none else None

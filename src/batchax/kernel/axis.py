@@ -32,6 +32,9 @@ Position = int | None
 
 Positions = Sequence[Position]
 
+Batched = tuple[Any, Any]
+"""What a rule returns: the result and its batch axis, or lists of both."""
+
 
 @dataclass(frozen=True)
 class Axis:

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -164,7 +165,7 @@ def _decomposed(planes: Sequence[Any]) -> list[Any]:
         *(jnp.zeros_like(x) for x in planes[1:]),
     ]
 
-    def sweep(carry: Any) -> Any:
+    def sweep(carry: tuple[Value, Value, Values, Values]) -> tuple[Value, Value, Values, Values]:
         count, active, state, vectors = carry
         one = lambda _, x: _round(table, order, x[0], x[1], active)
         state, vectors = lax.fori_loop(0, order.number, one, (state, vectors))
@@ -180,13 +181,13 @@ def _decomposed(planes: Sequence[Any]) -> list[Any]:
     return [values, *(jnp.where(bad, jnp.nan, jnp.swapaxes(x, 0, 1)) for x in vectors)]
 
 
-def _large(square: Value, first: Value, second: Value) -> Any:
+def _large(square: Value, first: Value, second: Value) -> jax.Array:
     """Whether an element of this square is not negligible between two of the diagonal."""
     info = jnp.finfo(square.dtype)
     return square > jnp.maximum(float(info.eps) ** 2 * jnp.abs(first * second), info.tiny)
 
 
-def _left(table: _Tables, state: Sequence[Any]) -> Any:
+def _left(table: _Tables, state: Sequence[Any]) -> jax.Array:
     """Returns which lanes have elements left that are not negligible."""
     number = table.above.shape[1]
     if number == 0:
@@ -198,12 +199,8 @@ def _left(table: _Tables, state: Sequence[Any]) -> Any:
 
 
 def _round(
-    table: _Tables,
-    order: Rounds,
-    state: Values,
-    vectors: Values,
-    active: Value,
-) -> Any:
+    table: _Tables, order: Rounds, state: Values, vectors: Values, active: Value
+) -> tuple[Values, Values]:
     """Returns the elements and eigenvectors once all pairs of a round are rotated."""
     factors = _factors(table, state, active)
     x = [[rows(p, at) for p in state] for at in table.sources]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from batchax.jaxprs.types import Value, Values
 
+State = TypeVar("State")
+"""What a loop carries: arrays in lists and tuples."""
 
-def rows(x: Value, places: Any) -> Any:
+
+def rows(x: Value, places: Sequence[int] | np.ndarray) -> jax.Array:
     """Gathers the rows of `x` at `places`, which are in it."""
     places = np.asarray(places, np.int32)
     numbers = lax.GatherDimensionNumbers(
@@ -24,7 +28,7 @@ def rows(x: Value, places: Any) -> Any:
     return lax.gather(x, places[:, None], numbers, sizes, mode=mode)
 
 
-def column(numbers: Any, like: Value) -> Any:
+def column(numbers: Sequence[int] | np.ndarray, like: Value) -> np.ndarray:
     """Returns a number for each row of `like`."""
     return np.asarray(numbers, like.dtype).reshape(-1, *(1,) * (like.ndim - 1))
 
@@ -34,7 +38,7 @@ def parts(x: Value) -> list[Any]:
     return [jnp.real(x), jnp.imag(x)] if jnp.iscomplexobj(x) else [x]
 
 
-def whole(planes: Values) -> Any:
+def whole(planes: Values) -> jax.Array:
     return planes[0] if len(planes) == 1 else lax.complex(planes[0], planes[1])
 
 
@@ -42,7 +46,7 @@ def conjugate(planes: Values) -> list[Any]:
     return [planes[0], *(-x for x in planes[1:])]
 
 
-def squares(planes: Values) -> Any:
+def squares(planes: Values) -> jax.Array:
     return functools.reduce(jnp.add, [x * x for x in planes])
 
 
@@ -52,34 +56,34 @@ def times(x: Values, y: Values) -> list[Any]:
     return [x[0] * y[0] - x[1] * y[1], x[0] * y[1] + x[1] * y[0]]
 
 
-def repeat(start: Any, stop: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
+def repeat(start: Value, stop: Value, body: Callable[[Any, State], State], state: State) -> State:
     """Computes ``state = body(i, state)`` for each number `i` from `start` on, below `stop`."""
     start = np.int32(start) if isinstance(start, int) else start
     step = lambda carry: (carry[0] + np.int32(1), body(*carry))
     return lax.while_loop(lambda carry: carry[0] < stop, step, (start, state))[1]
 
 
-def each_pair(number: int, body: Callable[[Any, Any, Any], Any], state: Any) -> Any:
+def each_pair(number: int, body: Callable[[Any, Any, State], State], state: State) -> State:
     """Computes ``state = body(i, j, state)`` for all `i` and `j` below `number`, `i` below `j`."""
     after = lambda i, state: repeat(i + 1, number, lambda j, x: body(i, j, x), state)
     return repeat(0, number - 1, after, state)
 
 
-def row(x: Value, *at: Value) -> Any:
+def row(x: Value, *at: Value) -> jax.Array:
     """Returns ``x[at]``, of numbers that are in it."""
     for i in at:
         x = lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
     return x
 
 
-def put(x: Value, new: Value, *at: Any) -> Any:
+def put(x: Value, new: Value, *at: Value) -> jax.Array:
     """Returns `x` with `new` at ``x[at]``."""
     rest = [np.int32(0)] * (x.ndim - len(at))
     new = lax.reshape(new, (1,) * len(at) + new.shape)
     return lax.dynamic_update_slice(x, new, [*at, *rest], allow_negative_indices=False)
 
 
-def fold(combine: Callable[[Any, Any], Any], x: Value) -> Any:
+def fold(combine: Callable[[Any, Any], Any], x: Value) -> jax.Array:
     return repeat(1, x.shape[0], lambda i, so_far: combine(so_far, row(x, i)), x[0])
 
 
@@ -89,19 +93,19 @@ def sums(number: int, terms: Callable[[Any], Values], blank: Value, count: int) 
     return repeat(0, number, add, [blank] * count)
 
 
-def in_order(values: Any, vectors: Sequence[Any]) -> list[Any]:
+def in_order(values: Value, vectors: Sequence[Any]) -> list[Any]:
     """Sorts in ascending order."""
     n = values.shape[0]
     places = np.arange(n)[:, None]
 
     # The place of each is the number of smaller ones: with few rows that takes no sort.
-    def count(i: Value, rank: Value) -> Any:
+    def count(i: Value, rank: Value) -> jax.Array:
         less = (values[i] < values) | ((values[i] == values) & (i < places))
         return rank + less.astype(rank.dtype)
 
     rank = lax.fori_loop(0, n, count, jnp.zeros(values.shape, "int32"))
 
-    def put(i: Any, outs: Any) -> Any:
+    def put(i: Value, outs: Values) -> list[Any]:
         here = rank[i] == places
         spread = lambda x: here.reshape(n, *(1,) * (x.ndim - 2), -1)
         return [
@@ -112,7 +116,7 @@ def in_order(values: Any, vectors: Sequence[Any]) -> list[Any]:
     return lax.fori_loop(0, n, put, outs)
 
 
-def scaled(x: Value, by: Value) -> Any:
+def scaled(x: Value, by: Value) -> jax.Array:
     """Multiplies `x` by a real number."""
     if not jnp.iscomplexobj(x):
         return x * by
@@ -120,13 +124,13 @@ def scaled(x: Value, by: Value) -> Any:
     return lax.complex(jnp.real(x) * by, jnp.imag(x) * by)
 
 
-def largest(planes: Values) -> Any:
+def largest(planes: Values) -> jax.Array:
     """Returns the largest of the sizes of all parts, for each lane, NaN where there is one."""
     sizes = functools.reduce(jnp.maximum, map(jnp.abs, planes))
     return fold(jnp.maximum, sizes.reshape(-1, sizes.shape[-1]))
 
 
-def power_of_two(size: Value) -> Any:
+def power_of_two(size: Value) -> jax.Array:
     """Returns the largest power of two that is no larger, 0 for numbers that are not normal."""
     # The bits of infinity are those of the exponent: what they leave of a number is a power of two.
     exponent = np.asarray(np.inf, size.dtype).view(f"i{size.dtype.itemsize}")
@@ -134,7 +138,7 @@ def power_of_two(size: Value) -> Any:
     return lax.bitcast_convert_type(bits, size.dtype)
 
 
-def scale(size: Value, below: int = 4) -> Any:
+def scale(size: Value, below: int = 4) -> jax.Array:
     """Returns powers of two that bring numbers of this size to where squares are safe, 1 for 0."""
     # As far up as that allows, so that the least numbers of a graded matrix stay normal: to `below`
     # powers of two below the square root of what is too large.

@@ -29,7 +29,7 @@ def serves(lane: Sequence[Aval], params: dict[str, Any]) -> bool:
     )
 
 
-def product(a: Value, b: Value, *, dimension_numbers: Any, **_: Any) -> list[Any]:
+def product(a: Value, b: Value, *, dimension_numbers: tuple[Any, Any], **_: Any) -> list[Any]:
     """Returns what `lax.dot_general` returns, for the matrices of each lane, which come last."""
     ((i,), (j,)), _ = dimension_numbers
     a, b = jnp.moveaxis(a, i, 0), jnp.moveaxis(b, j, 0)

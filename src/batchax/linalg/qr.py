@@ -9,11 +9,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.types import Aval, Params, Value
+from batchax.jaxprs.types import Aval, Params, Value, Values
 from batchax.linalg.elements import conjugate, parts, power_of_two, rows, squares, times, whole
 
 
@@ -41,6 +42,10 @@ class _Reflection(NamedTuple):
     corner: list[Any]  # what is left in the first row of the first column
 
 
+_Step = tuple[Values, _Reflection, Value, Values]
+"""The matrices, the reflection to apply to them, how many rows are done, and these rows."""
+
+
 def _decomposed(planes: Sequence[Any]) -> list[Any]:
     """Returns the second factor and next to it the conjugate transpose of the first, a square
     matrix.
@@ -63,7 +68,7 @@ def _decomposed(planes: Sequence[Any]) -> list[Any]:
 
     # A step computes a reflection and the next one applies it: of what is the result of a step the
     # compiler makes no copies, one for each element that it is needed for.
-    def step(i: Any, carry: Any) -> Any:
+    def step(i: Value, carry: _Step) -> _Step:
         state, reflection, done, finished = carry
         vector, multiples, corner = reflection
         away = times([rows(x, row) for x in vector], [rows(x, column) for x in multiples])
@@ -93,7 +98,7 @@ def _decomposed(planes: Sequence[Any]) -> list[Any]:
     return [jnp.concatenate(x) for x in zip(straight, rest, strict=True)]
 
 
-def _reflection(state: Sequence[Any], width: int, done: Any) -> _Reflection:
+def _reflection(state: Sequence[Any], width: int, done: Value) -> _Reflection:
     """Returns the reflection for the first column of matrices of `width`; some rows are done."""
     state = [x.reshape(-1, width, x.shape[-1]) for x in state]
     column = [x[:, 0] for x in state]
@@ -127,6 +132,6 @@ def _reflection(state: Sequence[Any], width: int, done: Any) -> _Reflection:
     return _Reflection(vector, multiples, corner)
 
 
-def _fold(combine: Callable[[Any, Any], Any], x: Value) -> Any:
+def _fold(combine: Callable[[Any, Any], Any], x: Value) -> jax.Array:
     # Written out: there are few rows, and a loop of loops would take longer.
     return functools.reduce(combine, [x[i] for i in range(x.shape[0])])

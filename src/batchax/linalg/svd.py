@@ -10,11 +10,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.types import Aval, Value
+from batchax.jaxprs.types import Aval, Value, Values
 from batchax.linalg.elements import (
     conjugate,
     each_pair,
@@ -77,10 +78,10 @@ def _decomposed(left: int, planes: Sequence[Any]) -> list[Any]:
         state = [jnp.concatenate([x, y], 1) for x, y in zip(state, beside, strict=True)]
     none = jnp.zeros((lanes,), bool)
 
-    def sweep(carry: Any) -> Any:
+    def sweep(carry: tuple[Value, Value, Values]) -> tuple[Value, Value, Values]:
         count, active, state = carry
 
-        def pair(i: Any, j: Any, carry: Any) -> Any:
+        def pair(i: Value, j: Value, carry: tuple[Value, Values]) -> tuple[Value, Values]:
             oblique, state = carry
             turns, state = _orthogonal(i, j, m, state, active)
             return oblique | turns, state
@@ -106,7 +107,9 @@ def _decomposed(left: int, planes: Sequence[Any]) -> list[Any]:
     return [clean(values / by), *map(clean, u), *(clean(x[:, m:]) for x in state)]
 
 
-def _orthogonal(i: Any, j: Any, m: int, state: Sequence[Any], active: Any) -> Any:
+def _orthogonal(
+    i: Value, j: Value, m: int, state: Sequence[Any], active: Value
+) -> tuple[jax.Array, list[jax.Array]]:
     """Returns which lanes have columns `i` and `j` far from orthogonal, and all columns once
     rotated.
     """
@@ -114,7 +117,7 @@ def _orthogonal(i: Any, j: Any, m: int, state: Sequence[Any], active: Any) -> An
     info = jnp.finfo(state[0].dtype)
     first, second = ([row(x, k) for x in state] for k in (i, j))
 
-    def products(k: Any) -> list[Any]:
+    def products(k: Value) -> list[Any]:
         x, y = ([row(z, k) for z in column] for column in (first, second))
         return [squares(x), squares(y), *times(conjugate(x), y)]
 
@@ -128,7 +131,7 @@ def _orthogonal(i: Any, j: Any, m: int, state: Sequence[Any], active: Any) -> An
     # Relative to both lengths, so that small singular values of a graded matrix are accurate, too.
     turns = active & (size > float(info.eps) * jnp.sqrt(less))
 
-    def rotated(state: Any) -> Any:
+    def rotated(state: Values) -> Values:
         length = jnp.abs(apart) + jnp.sqrt(apart * apart + 4 * squares(between))
         twice = jnp.where(apart < 0, -2, 2) / jnp.maximum(length, info.tiny)
         tangent = [jnp.where(turns, jnp.clip(twice * x, -1, 1), 0) for x in between]
@@ -143,7 +146,7 @@ def _orthogonal(i: Any, j: Any, m: int, state: Sequence[Any], active: Any) -> An
     return turns, lax.cond(turns.any(), rotated, lambda state: state, list(state))
 
 
-def _completed(there: Any, u: Sequence[Any]) -> list[Any]:
+def _completed(there: Value, u: Sequence[Any]) -> list[Any]:
     """Returns vectors with those that are not there, which are 0, orthogonal to the others."""
     # One after another is what is left of the unit vector that is farthest from all that are there,
     # made orthogonal twice, as in "twice is enough" (Parlett 1980, "The symmetric eigenvalue
@@ -151,15 +154,15 @@ def _completed(there: Any, u: Sequence[Any]) -> list[Any]:
     left, m, lanes = u[0].shape
     nothing = jnp.zeros((lanes,), u[0].dtype)
 
-    def away(vector: Any, from_: Any) -> Any:
-        def product(k: Any) -> list[Any]:
+    def away(vector: Values, from_: Values) -> list[jax.Array]:
+        def product(k: Value) -> list[Any]:
             x, y = ([row(z, k) for z in of] for of in (from_, vector))
             return times(conjugate(x), y)
 
         along = times(from_, sums(m, product, nothing, len(u)))
         return [x - y for x, y in zip(vector, along, strict=True)]
 
-    def one(i: Any, u: Any) -> Any:
+    def one(i: Value, u: Values) -> list[Any]:
         square = lambda k: [squares([row(x, k) for x in u])]
         (near,) = sums(left, square, jnp.zeros_like(u[0][0]), 1)
         unit = np.arange(m, dtype=np.int32)[:, None] == lax.argmin(near, 0, "int32")

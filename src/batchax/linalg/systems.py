@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -31,7 +32,7 @@ def cholesky(a: Value) -> list[Any]:
     # it.
     n, _, lanes = a.shape
 
-    def element(i: Any, j: Any, factor: Any) -> Any:
+    def element(i: Value, j: Value, factor: Value) -> jax.Array:
         left = lambda k, x: x - row(factor, i * n + k) * jnp.conj(row(factor, j * n + k))
         rest = repeat(0, j, left, row(factor, i * n + j))
         pivot = jnp.real(rest)
@@ -57,11 +58,11 @@ def lu(a: Value) -> list[Any]:
     steps = min(m, n)
     columns = np.arange(n, dtype=np.int32)[:, None]
 
-    def step(j: Any, state: Any) -> Any:
+    def step(j: Value, state: tuple[Values, Value]) -> tuple[Values, Value]:
         planes, pivots = state
         top = [row(x, j) for x in planes]
 
-        def compare(i: Any, best: Any) -> Any:
+        def compare(i: Value, best: tuple[Value, Values]) -> tuple[Value, Values]:
             here = [row(x, i) for x in planes]
             new, size = (_size([row(x, j) for x in y]) for y in (here, best[1]))
             # Nothing is more than the first NaN.
@@ -72,7 +73,7 @@ def lu(a: Value) -> list[Any]:
         pivot, chosen = repeat(j + 1, m, compare, (jnp.broadcast_to(j, (lanes,)), top))
         head = [row(x, j) for x in chosen]
 
-        def eliminate(i: Any, planes: Any) -> Any:
+        def eliminate(i: Value, planes: Values) -> Values:
             here = [jnp.where(pivot == i, x, row(y, i)) for x, y in zip(top, planes, strict=True)]
             factors = _quotients([row(x, j) for x in here], head)
             new = []
@@ -98,7 +99,7 @@ def with_permutation(factors: Value, pivots: Value, *_: Value) -> list[Any]:
     return [factors, pivots, order]
 
 
-def _size(planes: Values) -> Any:
+def _size(planes: Values) -> jax.Array:
     return functools.reduce(jnp.add, map(jnp.abs, planes))
 
 
@@ -142,7 +143,7 @@ def triangular_solve(
         b = b.swapaxes(0, 1)
     in_order = (lambda i: i) if lower != across else (lambda i: n - 1 - i)
 
-    def solved(done: Value, x: Value) -> Any:
+    def solved(done: Value, x: Value) -> jax.Array:
         i = in_order(done)
         left = lambda k, rest: rest - row(a, i, in_order(k)) * row(x, in_order(k))
         rest = repeat(0, done, left, row(x, i))

@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 from jax.extend.core.primitives import cond_p
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter, facts_of
-from batchax.jaxprs.types import Eqn, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Branches, PlacedOutputs, Position, Positions, match_axis
 from batchax.kernel.inner import ANYWHERE, batch_inner, returning_alike
@@ -39,7 +39,7 @@ enter("linear control: cond")  # facts of its branches are read separately
 
 @register_rule(cond_p)
 def _cond(
-    axis: Axis, args: Values, axes: Positions, /, *, branches: Any, **params: Any
+    axis: Axis, args: Values, axes: Positions, /, *, branches: Sequence[ClosedJaxpr], **params: Any
 ) -> PlacedOutputs:
     (index, *operands), (index_axis, *positions) = args, axes
     if index_axis is not None and params.get("branches_platforms"):
@@ -75,7 +75,7 @@ def _every_branch(axis: Axis, divergent: Branches) -> PlacedOutputs:
 
 
 def after_branches(
-    branches: Sequence[Any], results: list[PlacedOutputs], branch: Any, operands: Values
+    branches: Sequence[Any], results: list[PlacedOutputs], branch: ClosedJaxpr, operands: Values
 ) -> list[Any]:
     """Orders one more branch after those before it, if both call libraries.
 
@@ -96,13 +96,13 @@ def _common_branch(
     index: Value,
     operands: Values,
     positions: Positions,
-    branches: Any,
+    branches: Sequence[ClosedJaxpr],
     params: dict[str, Any],
 ) -> PlacedOutputs:
     """Batches a `cond` whose index all lanes share: a `cond` of batched branches."""
     recording.note(divergence="together")
 
-    def batch(i: int, places: Any = ANYWHERE) -> Any:
+    def batch(i: int, places: Positions = ANYWHERE) -> tuple[ClosedJaxpr, Positions]:
         with recording.part(f"branch {i}"):
             return batch_inner(axis, branches[i], positions, places, varying_of(operands))
 
@@ -125,9 +125,9 @@ def _common_branch(
 
 def one_branch(
     axis: Axis,
-    index: Any,
+    index: Value,
     i: int,
-    branch: Any,
+    branch: ClosedJaxpr,
     operands: Values,
     positions: Positions,
     updated: Mapping[int, int] = types.MappingProxyType({}),
@@ -184,7 +184,7 @@ def one_branch(
 def _if_any(
     axis: Axis,
     active: Value,
-    branch: Any,
+    branch: ClosedJaxpr,
     operands: list[Value],
     positions: list[Position],
     kept: Mapping[int, int],
@@ -241,7 +241,7 @@ def select_results(
     return [x for x, _ in selected], [a for _, a in selected]
 
 
-def _number_by_number(branch: Any) -> frozenset[int]:
+def _number_by_number(branch: ClosedJaxpr) -> frozenset[int]:
     """Returns which results of a branch XLA fuses with the selection."""
 
     def fused(eqn: Eqn) -> bool:
@@ -253,11 +253,11 @@ def _number_by_number(branch: Any) -> frozenset[int]:
     return frozenset(k for k, v in outs if not isinstance(v, Literal) and v in made)
 
 
-def _unwritten(branch: Any) -> frozenset[int]:
+def _unwritten(branch: ClosedJaxpr) -> frozenset[int]:
     """Returns which results of a branch are uninitialized memory."""
     made = {v: eqn for eqn in branch.jaxpr.eqns for v in eqn.outvars}
 
-    def unwritten(v: Any) -> bool:
+    def unwritten(v: Var | Literal) -> bool:
         eqn = None if isinstance(v, Literal) else made.get(v)
         # The broadcast of such memory to all lanes is uninitialized, too.
         if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:

@@ -25,7 +25,15 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Positions, axis_to_front, expand_axis, move_axis
+from batchax.kernel.axis import (
+    Axis,
+    Batched,
+    Position,
+    Positions,
+    axis_to_front,
+    expand_axis,
+    move_axis,
+)
 from batchax.kernel.inner import batched_aval, remembered, stage_function
 from batchax.kernel.interpreter import lane_after_lane, lanes_spread, lanes_together
 from batchax.kernel.own_primitive import OF_OPERATIONS, declare, own_primitive, tangents_of
@@ -42,7 +50,7 @@ def calls_host(eqn: Eqn) -> bool:
     return bool(calls_in(eqn))
 
 
-def is_seen(program: Any) -> bool:
+def is_seen(program: ClosedJaxpr) -> bool:
     """Returns whether it is visible for which lanes a program runs, by callbacks or checks."""
     eqns = getattr(program, "jaxpr", program).eqns
     return any(calls_host(eqn) or _compat.checks(eqn.effects) for eqn in eqns)
@@ -100,7 +108,7 @@ def failures(err_tree: Any, **_: Any) -> int:
     return err_tree.children()[0].num_leaves  # of an error: then come codes and payloads
 
 
-def call_if(eqn: Eqn, operands: Values, active: Any, lane: Value | None = None) -> Sequence[Any]:
+def call_if(eqn: Eqn, operands: Values, active: Value, lane: Value | None = None) -> Sequence[Any]:
     """Evaluates an equation with a host callback if the lane is active; zeros otherwise.
 
     `lane` is the index among all lanes, negative for one that does not count: calls that all lanes
@@ -123,7 +131,7 @@ def call_if(eqn: Eqn, operands: Values, active: Any, lane: Value | None = None) 
 
 
 def _run(
-    active: Value, *operands: Value, program: Any, shared: Sequence[bool], placed: bool
+    active: Value, *operands: Value, program: ClosedJaxpr, shared: Sequence[bool], placed: bool
 ) -> list[Any]:
     """Makes the calls of the active lanes, one after another."""
     if placed:
@@ -133,7 +141,7 @@ def _run(
     *xs, active = _compat.varying_alike([*xs, active])
 
     # A `cond` rather than a mask, as a call cannot be undone.
-    def one_lane(active: Any, xs: Values) -> list[Any]:
+    def one_lane(active: Value, xs: Values) -> list[Any]:
         index = lax.convert_element_type(active, np.int32)
         return cond_p.bind(index, *xs, branches=(nothing, program))
 
@@ -163,13 +171,13 @@ def _batched(
     program: ClosedJaxpr,
     shared: Sequence[bool],
     placed: bool,
-) -> tuple[list[Any], Positions]:
+) -> Batched:
     recording.note(service="lanes")
     count = 1 + placed  # operands that say whether a lane is active
     active, active_at, xs, xs_at = args[0], axes[0], args[count:], axes[count:]
     how = {"program": program, "shared": tuple(shared), "placed": placed}
     if placed and active_at is None and not any(a is not None for a in xs_at):
-        return _for_the_first(axis, args, axes, how)
+        return _for_the_first(axis, args, axes[1], how)
     lanes = active.shape if active_at is None else np.delete(active.shape, active_at)
     masks = [axis_to_front(axis, x, a) for x, a in zip(args[:count], axes[:count], strict=True)]
     operands, alone = [], []
@@ -186,7 +194,7 @@ def _batched(
 
 
 def _for_the_first(
-    axis: Axis, args: Values, axes: Any, how: dict[str, Any]
+    axis: Axis, args: Values, lane_at: Position, how: dict[str, Any]
 ) -> tuple[list[Any], Positions]:
     """Makes a call that all lanes share, in what may be one chunk of the lanes."""
     program: ClosedJaxpr = how["program"]
@@ -199,14 +207,14 @@ def _for_the_first(
             "result with None in in_axes."
         )
     active, lane, *xs = args
-    first = lax.eq(move_axis(lane, axes[1], 0), np.int32(0))
+    first = lax.eq(axis_to_front(axis, lane, lane_at), np.int32(0))
     # Only the chunk with lane 0 makes the call.
     here = lax.bitwise_and(active, lax.reduce_or(first, (0,)))
     return lane_calls_p.bind(here, *xs, **{**how, "placed": False}), []
 
 
-def _types(active: Any, *operands: Value, program: Any, **how: Any) -> list[Any]:
-    def of_lanes(aval: Aval) -> Any:
+def _types(active: Value, *operands: Value, program: ClosedJaxpr, **how: Any) -> list[Any]:
+    def of_lanes(aval: Aval) -> Aval:
         for size in reversed(active.shape):
             aval = batched_aval(Axis(size), aval, 0)
         return aval
@@ -215,7 +223,7 @@ def _types(active: Any, *operands: Value, program: Any, **how: Any) -> list[Any]
 
 
 def _jvp(
-    primals: Values, tangents: Any, *, program: Any, **how: Any
+    primals: Values, tangents: Values, *, program: ClosedJaxpr, **how: Any
 ) -> tuple[list[Any], list[Any]]:
     if not program.out_avals:
         return lane_calls_p.bind(*primals, program=program, **how), []
@@ -230,7 +238,7 @@ def _jvp(
     ]
 
 
-def _compiled(*operands: Value, program: Any, **how: Any) -> list[Any]:
+def _compiled(*operands: Value, program: ClosedJaxpr, **how: Any) -> list[Any]:
     def compile_() -> Callable[..., list[Any]]:
         # What is remembered under `program` as a weak key must not hold it alive.
         jaxpr, consts = program.jaxpr, program.consts
@@ -255,14 +263,12 @@ own_primitive(
 
 @cached("programs that return zeros", most=1024)
 def returning_zeros(
-    in_avals: tuple[Aval, ...],
-    out_avals: tuple[Aval, ...],
-    kept: tuple[tuple[int, int], ...] = (),
+    in_avals: tuple[Aval, ...], out_avals: tuple[Aval, ...], kept: tuple[tuple[int, int], ...] = ()
 ) -> ClosedJaxpr:
     """Traces a program of these types that returns zeros, or an operand for results in `kept`."""
     handed_on = dict(kept)
 
-    def zero(aval: Aval) -> Any:
+    def zero(aval: Aval) -> jax.Array:
         x = _compat.varying_as(_compat.filled(aval, 0), aval)
         return _compat.weakly(x) if aval.weak_type else x
 
@@ -292,14 +298,8 @@ def _by_method(primitive: _compat.Primitive) -> None:
 
     @register_rule(primitive)
     def rule(
-        axis: Axis,
-        args: Values,
-        axes: Positions,
-        /,
-        *,
-        vmap_method: str | None,
-        **params: Any,
-    ) -> tuple[Any, Any]:
+        axis: Axis, args: Values, axes: Positions, /, *, vmap_method: str | None, **params: Any
+    ) -> Batched:
         if vmap_method in _SEQUENTIAL:
             params, unroll = {"vmap_method": vmap_method, **params}, vmap_method != _SEQUENTIAL[0]
             return lane_after_lane(axis, primitive, args, axes, params, unroll)
@@ -317,7 +317,9 @@ def _by_method(primitive: _compat.Primitive) -> None:
         return outs, [0] * len(outs)
 
 
-def _with_lanes(axis: Axis, args: Values, axes: Positions, method: str, aliases: Any) -> list[Any]:
+def _with_lanes(
+    axis: Axis, args: Values, axes: Positions, method: str, aliases: Sequence[tuple[int, int]]
+) -> list[Any]:
     """Moves the batch axis to the front; operands without one are treated as `method` says."""
     # An operand that aliases an output must have its size, so it gets the axis in any case.
     overwritten = {operand for operand, _ in aliases}
@@ -333,16 +335,18 @@ def _with_lanes(axis: Axis, args: Values, axes: Positions, method: str, aliases:
 
 def _with_lane_types(
     axis: Axis,
-    axes: Any,
+    axes: Positions,
     method: str,
     *,
-    result_avals: Any,
-    input_layouts: Any = None,
-    output_layouts: Any = None,
+    result_avals: Sequence[Aval],
+    input_layouts: Sequence[Sequence[int] | None] = (),
+    output_layouts: Sequence[Sequence[int] | None] | None = None,
     **_: Any,
 ) -> dict[str, Any]:
     """Adds a leading batch axis to the parameters that describe operands and results."""
-    types = dict(result_avals=tuple(unmapped_aval(axis.size, 0, aval) for aval in result_avals))
+    types: dict[str, Any] = dict(
+        result_avals=tuple(unmapped_aval(axis.size, 0, aval) for aval in result_avals)
+    )
     if output_layouts is not None:
         all_gain = method != "legacy_vectorized"
         types["input_layouts"] = tuple(
@@ -353,7 +357,7 @@ def _with_lane_types(
     return types
 
 
-def _outermost(layout: Any) -> Any:
+def _outermost(layout: Sequence[int] | None) -> tuple[int, ...] | None:
     """Adds a leading batch axis, which varies slowest, to a minor-to-major layout."""
     return None if layout is None else (*(dim + 1 for dim in layout), 0)
 
@@ -369,7 +373,7 @@ def _lane_by_lane(primitive: _compat.Primitive) -> None:
     """Registers `primitive`, which has effects, to run once for each lane in order."""
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
         return lane_after_lane(axis, primitive, args, axes, params)
 
 
@@ -377,7 +381,7 @@ def _on_the_batch(primitive: _compat.Primitive) -> None:
     """Registers `primitive`, which inspects a value and has no results."""
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
         primitive.bind(*args, **params)
         return [], []
 
@@ -387,14 +391,8 @@ def _check(primitive: _compat.Primitive) -> None:
 
     @register_rule(primitive)
     def rule(
-        axis: Axis,
-        args: Values,
-        axes: Positions,
-        /,
-        *,
-        err_tree: Any,
-        **params: Any,
-    ) -> tuple[Any, Any]:
+        axis: Axis, args: Values, axes: Positions, /, *, err_tree: Any, **params: Any
+    ) -> Batched:
         # Without lanes, no check can fail.
         if axis.size == 0:
             return [], []

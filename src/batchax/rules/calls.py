@@ -19,9 +19,9 @@ from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.bodies import Anywhere, bind_call
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import body_parameter, enter, facts_of
-from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Tree, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Positions, move_axis
+from batchax.kernel.axis import Axis, Batched, Positions, move_axis
 from batchax.kernel.captured import Captured, program_behind
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner
 from batchax.kernel.interpreter import Place, interpret
@@ -52,7 +52,7 @@ def in_turn(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], lis
     return firsts, seconds
 
 
-def zero_after(values: Values) -> Any:
+def zero_after(values: Values) -> Value:
     """Computes an int32 zero from the first entry of each of `values`."""
     # At most 32 bits of a 32-bit number are set, fewer than 2**6, so their count shifted by six
     # bits is zero. XLA does not know that, so it cannot remove the computation.
@@ -105,7 +105,7 @@ def _apart(xs: Values, count: int) -> tuple[list[Any], list[Any]]:
     )
 
 
-def _jvp(primals: Values, tangents: Values, *, count: int) -> Any:
+def _jvp(primals: Values, tangents: Values, *, count: int) -> tuple[list[Value], list[Value]]:
     first, second = _bind(*_apart(tangents, count))
     computed = iter([*first, *second])
     dots = [t if type(t) is ad.Zero else next(computed) for t in tangents]
@@ -120,9 +120,7 @@ def _transpose(cotangents: Values, *operands: Value, count: int) -> list[Any]:
     return [ct if type(ct) is ad.Zero else next(computed) for ct in cotangents]
 
 
-def _batched(
-    axis: Axis, args: Values, axes: Positions, /, *, count: int
-) -> tuple[list[Any], Positions]:
+def _batched(axis: Axis, args: Values, axes: Positions, /, *, count: int) -> Batched:
     return in_turn_p.bind(*args, count=count), axes
 
 
@@ -139,8 +137,6 @@ in_turn_p = own_primitive(
     transpose=_transpose,
 )
 
-
-Batched = tuple[list[Any], Positions]
 
 # Most of these primitives are not exported, or exist only once the module that owns them is
 # imported.
@@ -160,13 +156,7 @@ enter(": call_hi_primitive linear_call remat_opt run_state")
 def _call(name: str) -> None:
     @register_looking(name)
     def rule(
-        axis: Axis,
-        args: Values,
-        axes: Positions,
-        /,
-        *,
-        place: Place | None = None,
-        **params: Any,
+        axis: Axis, args: Values, axes: Positions, /, *, place: Place | None = None, **params: Any
     ) -> Batched:
         primitive = _compat.find_primitive(name)
         assert primitive is not None
@@ -254,10 +244,10 @@ def _custom_vmap(
     axes: Positions,
     /,
     *,
-    call: Any,
-    rule: Any,
-    in_tree: Any,
-    out_tree: Any,
+    call: ClosedJaxpr,
+    rule: Callable[..., tuple[Tree, Tree]],
+    in_tree: object,
+    out_tree: object,
 ) -> Batched:
     in_batched = jax.tree.unflatten(in_tree, [a is not None for a in axes])
     if any(jax.tree.leaves(_closed_over(in_batched))):
@@ -276,7 +266,7 @@ def _custom_vmap(
     return outs, [0 if batched else None for batched in flags]
 
 
-def _closed_over(inputs: Any) -> Any:
+def _closed_over(inputs: Tree) -> Tree:
     """Returns the part of `inputs` that is closed over, of the form (closed_over, arguments).
 
     A differentiated function has (primals, tangents) of that form.
@@ -289,10 +279,10 @@ def _closed_over(inputs: Any) -> Any:
 def _linear_call(
     axis: Axis,
     args: Values,
-    axes: Any,
+    axes: Positions,
     /,
     *,
-    callee: Any,
+    callee: ClosedJaxpr,
     transpose_thunk: Callable[..., Any],
     num_callee_consts: int,
     num_res: int,
@@ -306,7 +296,7 @@ def _linear_call(
     def forward(residuals: Values, linear: Values) -> list[Any]:
         return eval_jaxpr(batched.jaxpr, batched.consts, *residuals, *linear)
 
-    def transpose(residuals: Any, cotangents: Any) -> list[Any]:
+    def transpose(residuals: Values, cotangents: Values) -> list[Any]:
         # The transpose is traced later, where the axis name is out of scope.
         with _compat.named_scope(axis.name, axis.size):
             body, consts = transpose_thunk()
@@ -332,13 +322,13 @@ def _linear_call(
 @register_rule("remat_opt")
 def _remat_opt(
     axis: Axis,
-    args: Any,
-    axes: Any,
+    args: Values,
+    axes: Positions,
     /,
     *,
     num_consts: int,
     num_res: int,
-    fwd_jaxpr: Any,
+    fwd_jaxpr: ClosedJaxpr,
     fun_jaxpr_thunk: Callable[..., Any],
 ) -> Batched:
     varying = varying_of(args[num_consts:])  # rules that live on must not hold values

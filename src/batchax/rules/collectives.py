@@ -17,6 +17,7 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import (
     Axis,
+    Batched,
     Position,
     Positions,
     axis_to_front,
@@ -29,14 +30,14 @@ from batchax.kernel.named_axes import as_names
 from batchax.kernel.registry import register_rule
 
 
-def take(x: Value, lanes: np.ndarray, position: int) -> Any:
+def take(x: Value, lanes: np.ndarray, position: int) -> jax.Array:
     """Takes the constant entries `lanes` along axis `position`."""
     if lanes.ndim == 1 and np.array_equal(lanes, np.arange(x.shape[position])):
         return x
     return jnp.take(x, lanes, axis=position, mode="clip")
 
 
-def times(x: Value, count: Any) -> Any:
+def times(x: Value, count: int | np.ndarray) -> jax.Array:
     """Multiplies `x` by `count` in its dtype, as a sum of that many copies."""
     dtype = jnp.result_type(x)
     if jax.typeof(x).weak_type and isinstance(count, int):
@@ -58,14 +59,14 @@ class Groups:
         self.of_lane = np.repeat(np.arange(len(self.sizes), dtype=np.int32), self.sizes)[self._back]
         self.place_of_lane = np.concatenate([np.arange(n) for n in self.sizes])[self._back]
 
-    def split(self, x: Value, position: int) -> Any:
+    def split(self, x: Value, position: int) -> jax.Array:
         """Splits the lanes at `position` into two axes: group, and position in the group."""
         x = take(x, self._in_order, position)
         shape = list(x.shape)
         shape[position : position + 1] = [len(self.lanes), self.sizes[0]]
         return lax.reshape(x, shape)
 
-    def merge(self, x: Value, position: int) -> Any:
+    def merge(self, x: Value, position: int) -> jax.Array:
         shape = list(x.shape)
         shape[position : position + 2] = [len(self._back)]
         return take(lax.reshape(x, shape), self._back, position)
@@ -145,7 +146,7 @@ def _reducing_collective(
     primitive: _compat.Primitive, reduce: Callable[..., Any], adds_up: bool
 ) -> None:
     @register_rule(primitive)
-    def rule(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
         (x,), (position,) = args, positions
         dims = tuple(a for a in params["axes"] if isinstance(a, int))
         names = tuple(a for a in params["axes"] if not isinstance(a, int))
@@ -193,8 +194,8 @@ def _reduce_groups(
 def _cast(primitive: _compat.Primitive) -> None:
     @register_rule(primitive)
     def rule(
-        axis: Axis, args: Any, positions: Any, /, *, axes: Sequence[Any], **params: Any
-    ) -> tuple[Any, Any]:
+        axis: Axis, args: Values, positions: Positions, /, *, axes: Sequence[Any], **params: Any
+    ) -> Batched:
         (x,), (position,) = args, positions
         # JAX raises an error for a cast to an axis that the value varies over already.
         already = _compat.varying_axes(jax.typeof(x)) if primitive.name == "pvary" else ()
@@ -214,8 +215,8 @@ for _name in CASTS:
 
 @register_rule(lax.axis_index_p)
 def _axis_index(
-    axis: Axis, args: Any, positions: Any, /, *, axis_name: Any
-) -> tuple[Any, Position]:
+    axis: Axis, args: Values, positions: Positions, /, *, axis_name: Hashable
+) -> Batched:
     if axis.name in as_names(axis_name):
         sharding = None if axis.mesh_axis is None else PartitionSpec(axis.mesh_axis)
         return lax.broadcasted_iota(np.int32, (axis.size,), 0, out_sharding=sharding), 0
@@ -233,7 +234,7 @@ enter(": pbroadcast pbroadcast_dynamic ppermute", names="axis_name")
 
 def _gathering(primitive: _compat.Primitive) -> None:
     @register_rule(primitive)
-    def rule(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
         (x,), (position,) = args, positions
         names, dim = as_names(params["axis_name"]), params["all_gather_dimension"]
         tiled = params["tiled"]
@@ -278,7 +279,7 @@ def _gather_groups(
 
 def _scattering(primitive: _compat.Primitive) -> None:
     @register_rule(primitive)
-    def rule(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
         (x,), (position,) = args, positions
         names, dim = as_names(params["axis_name"]), params["scatter_dimension"]
         tiled = params["tiled"]
@@ -333,9 +334,7 @@ for _names, _make in (
 
 
 @register_rule(lax.all_to_all_p)
-def _all_to_all(
-    axis: Axis, args: Values, positions: Positions, /, **params: Any
-) -> tuple[Any, Any]:
+def _all_to_all(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
     (x,), (position,) = args, positions
     names = as_names(params["axis_name"])
     split, concat = params["split_axis"], params["concat_axis"]
@@ -362,7 +361,13 @@ def _all_to_all(
 
 
 def _exchange(
-    x: Value, position: int, split: int, concat: int, before: Any, size: Any, after: Any
+    x: Value,
+    position: int,
+    split: int,
+    concat: int,
+    before: Sequence[Hashable],
+    size: int,
+    after: Sequence[Hashable],
 ) -> tuple[Any, int]:
     """Sends each lane its part from every lane, over this axis and those around it.
 
@@ -394,7 +399,7 @@ def _exchange(
 
 
 @register_rule(lax.ppermute_p)
-def _ppermute(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> tuple[Any, Any]:
+def _ppermute(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
     (x,), (position,) = args, positions
     names = as_names(params["axis_name"])
     if axis.name not in names:
@@ -425,7 +430,7 @@ def _ppermute(axis: Axis, args: Values, positions: Positions, /, **params: Any) 
 
 
 @register_rule("pbroadcast")
-def _from_source(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+def _from_source(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
     """Broadcasts the value of one lane."""
     (x,), (position,) = args, positions
     names, source = as_names(params["axis_name"]), params["source"]
@@ -440,8 +445,8 @@ def _from_source(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tup
 
 @register_rule("pbroadcast_dynamic")
 def _from_dynamic_source(
-    axis: Axis, args: Any, positions: Any, /, *, axis_name: Any
-) -> tuple[Any, Any]:
+    axis: Axis, args: Values, positions: Positions, /, *, axis_name: Hashable
+) -> Batched:
     """Broadcasts the value of the lane whose index is an operand."""
     (x, source), (position, source_position) = args, positions
     names = as_names(axis_name)
@@ -463,7 +468,7 @@ def _from_dynamic_source(
 
 
 @register_rule(lax.ragged_all_to_all_p)
-def _ragged_all_to_all(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+def _ragged_all_to_all(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
     names, groups = as_names(params["axis_name"]), params["axis_index_groups"]
     args = [axis_to_front(axis, x, a) for x, a in zip(args, positions, strict=True)]
     operand, output, *places = args
@@ -486,7 +491,9 @@ def _ragged_all_to_all(axis: Axis, args: Any, positions: Any, /, **params: Any) 
     return _take_ragged(operand, output, *places[:3]), 0
 
 
-def _take_ragged(operand: Value, output: Any, starts: Any, sizes: Any, targets: Any) -> Any:
+def _take_ragged(
+    operand: Value, output: Value, starts: Value, sizes: Value, targets: Value
+) -> jax.Array:
     """Replaces each row of `output` by the row that a lane sends to it, if one does.
 
     `starts`, `sizes`, and `targets` hold for each sender its parts by receiver.
@@ -509,20 +516,16 @@ def _take_ragged(operand: Value, output: Any, starts: Any, sizes: Any, targets: 
     return lax.select(received, taken, output)
 
 
-def _one_sided(name: str) -> None:
-    @register_rule(name)
-    def rule(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
-        raise UnsupportedError(
-            f"{name} of batched values: the token does not say how many lanes were sent. Use "
-            "jax.lax.ppermute, which sends and receives in one."
-        )
+@register_rule("psend")
+@register_rule("precv")
+def _one_sided(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
+    raise UnsupportedError(
+        "psend and precv of batched values: the token does not say how many lanes were sent. Use "
+        "jax.lax.ppermute, which sends and receives in one."
+    )
 
 
-for _name in ("psend", "precv"):
-    _one_sided(_name)
-
-
-def _folded(x: Value, dim: int, count: int) -> Any:
+def _folded(x: Value, dim: int, count: int) -> jax.Array:
     """Merges the `count` dimensions from `dim` on into one."""
     if count == 1:
         return x
@@ -531,7 +534,7 @@ def _folded(x: Value, dim: int, count: int) -> Any:
     return lax.reshape(x, shape)
 
 
-def _unfolded(x: Value, dim: int, sizes: Any, rest: bool = True) -> Any:
+def _unfolded(x: Value, dim: int, sizes: Sequence[int], rest: bool = True) -> jax.Array:
     """Splits dimension `dim` into `sizes`, and what is left over."""
     shape = list(x.shape)
     left = [shape[dim] // max(int(np.prod(sizes)), 1)] if rest else []

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import eval_jaxpr
+from jax.sharding import NamedSharding
 
 from batchax import _compat
 from batchax.analysis.one_function import from_zero
@@ -19,7 +20,7 @@ from batchax.cache import Cache
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Params, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Positions, inserted, move_axis, sharding_with_axis
+from batchax.kernel.axis import Axis, Batched, Positions, inserted, move_axis, sharding_with_axis
 from batchax.kernel.inner import example_aval
 from batchax.kernel.interpreter import lane_after_lane
 from batchax.kernel.registry import matched, register_rule
@@ -70,7 +71,7 @@ def pays(axis: Axis, lane: Sequence[Any], groups: dict[str, int], params: dict[s
     return kernel == 1 or (kernel <= _MOST_SLICES and few)
 
 
-def _channels(lhs: Any, params: dict[str, Any]) -> int:
+def _channels(lhs: jax.ShapeDtypeStruct, params: dict[str, Any]) -> int:
     return lhs.shape[params["dimension_numbers"].lhs_spec[1]]
 
 
@@ -95,7 +96,7 @@ def _places(lane: Sequence[Any], params: dict[str, Any]) -> _Places:
     return _Places(kernel, tuple(result))
 
 
-def by_slices(lhs: Value, rhs: Value, lane: Sequence[Any], params: dict[str, Any]) -> Any:
+def by_slices(lhs: Value, rhs: Value, lane: Sequence[Any], params: dict[str, Any]) -> jax.Array:
     """Convolves all lanes, which come first in operands and result, by slices.
 
     `lane` holds the operand types of one lane; `params` exclude the group counts.
@@ -120,17 +121,18 @@ def by_slices(lhs: Value, rhs: Value, lane: Sequence[Any], params: dict[str, Any
     return out.reshape(lanes, *out.shape[2:])
 
 
-def _one_by_one(lhs: Value, rhs: Value, places: _Places, params: Params) -> Any:
+def _one_by_one(lhs: Value, rhs: Value, places: _Places, params: Params) -> jax.Array:
     """Sums products over the positions of the kernel."""
     images, channels, *spatial = (d + 1 for d in params["dimension_numbers"].lhs_spec)
     _, inputs, *window = (d + 1 for d in params["dimension_numbers"].rhs_spec)
     lhs = _padded(lhs, spatial, params)
     ones = (1,) * len(window)
+    by, strides = params["rhs_dilation"], params["window_strides"]
     # The dimension of input channels, after the window dimensions are removed.
     contracted = inputs - sum(d < inputs for d in window)
     terms = []
     for place in itertools.product(*map(range, places.kernel)):
-        there = _of_kernel(lhs, spatial, place, places, params)
+        there = _sliced(lhs, spatial, place, by, places.result, strides)
         weights = lax.squeeze(_sliced(rhs, window, place, ones, ones), window)
         terms.append(_product(there, weights, ([channels], [contracted]), params))
     total = functools.reduce(jnp.add, terms)
@@ -138,18 +140,21 @@ def _one_by_one(lhs: Value, rhs: Value, places: _Places, params: Params) -> Any:
     return _of_sum(total, images, channels, spatial, params)
 
 
-def _together(lhs: Value, rhs: Value, places: _Places, params: dict[str, Any]) -> Any:
+def _together(lhs: Value, rhs: Value, places: _Places, params: dict[str, Any]) -> jax.Array:
     """Computes a single product of all slices, stacked."""
     images, channels, *spatial = (d + 1 for d in params["dimension_numbers"].lhs_spec)
     _, inputs, *window = (d + 1 for d in params["dimension_numbers"].rhs_spec)
     lhs = _padded(lhs, spatial, params)
     number = len(spatial)
+    # A slice has what meets an element of the kernel, or what makes up an element of the result.
+    at, counts, sizes = 1, places.result, places.kernel
+    by, strides = params["window_strides"], params["rhs_dilation"]
     if places.adds:
-        at, counts, cut = channels, places.kernel, _of_kernel  # with channels the fastest
-    else:
-        at, counts, cut = 1, places.result, _of_result
+        at = channels  # with channels the fastest
+        counts, sizes, by, strides = sizes, counts, strides, by
     slices = [
-        cut(lhs, spatial, place, places, params) for place in itertools.product(*map(range, counts))
+        _sliced(lhs, spatial, place, by, sizes, strides)
+        for place in itertools.product(*map(range, counts))
     ]
     side_by_side = jnp.stack(slices, at)
     shape = side_by_side.shape
@@ -164,7 +169,7 @@ def _together(lhs: Value, rhs: Value, places: _Places, params: dict[str, Any]) -
     return _in_order(out, [number + 1, number + 2, *range(1, number + 1)], params)
 
 
-def _padded(lhs: Value, spatial: Sequence[int], params: dict[str, Any]) -> Any:
+def _padded(lhs: Value, spatial: Sequence[int], params: dict[str, Any]) -> jax.Array:
     padding = [(0, 0, 0)] * len(lhs.shape)
     around = zip(spatial, params["padding"], params["lhs_dilation"], strict=True)
     for d, (low, high), apart in around:
@@ -172,20 +177,22 @@ def _padded(lhs: Value, spatial: Sequence[int], params: dict[str, Any]) -> Any:
     return lax.pad(lhs, jnp.zeros((), lhs.dtype), padding)
 
 
-def _product(x: Value, y: Value, contract: Any, params: dict[str, Any]) -> Any:
+def _product(
+    x: Value, y: Value, contract: tuple[Sequence[int], Sequence[int]], params: dict[str, Any]
+) -> jax.Array:
     return lax.dot_general(x, y, (contract, ([0], [0])), precision=params["precision"])
 
 
 def _of_sum(
     out: Value, images: int, channels: int, spatial: Sequence[int], params: dict[str, Any]
-) -> Any:
+) -> jax.Array:
     """Moves the dimensions of a sum to those of the result."""
     order = [d for d in range(1, out.ndim) if d != channels]
     dims = [order.index(d) + 1 for d in (images, *spatial)]
     return _in_order(out, [dims[0], out.ndim - 1, *dims[1:]], params)
 
 
-def _in_order(out: Value, dims: Sequence[int], params: dict[str, Any]) -> Any:
+def _in_order(out: Value, dims: Sequence[int], params: dict[str, Any]) -> jax.Array:
     """Orders the dimensions `dims` (images, features, spatial) as the convolution has them."""
     placed = [0] * out.ndim
     for d, source in zip(params["dimension_numbers"].out_spec, dims, strict=True):
@@ -198,30 +205,6 @@ differentiable = functools.partial(jax.checkpoint, policy=jax.checkpoint_policie
 """What computes slices again where it is differentiated."""
 
 
-def _of_kernel(
-    lhs: Value,
-    spatial: Sequence[int],
-    place: tuple[int, ...],
-    places: _Places,
-    params: dict[str, Any],
-) -> Any:
-    """Slices the elements that meet the kernel's element at `place`."""
-    by, strides = params["rhs_dilation"], params["window_strides"]
-    return _sliced(lhs, spatial, place, by, places.result, strides)
-
-
-def _of_result(
-    lhs: Value,
-    spatial: Sequence[int],
-    place: tuple[int, ...],
-    places: _Places,
-    params: dict[str, Any],
-) -> Any:
-    """Slices the elements that make up the result at `place`."""
-    by, strides = params["window_strides"], params["rhs_dilation"]
-    return _sliced(lhs, spatial, place, by, places.kernel, strides)
-
-
 def _sliced(
     x: Value,
     dims: Sequence[int],
@@ -229,7 +212,7 @@ def _sliced(
     by: Sequence[int],
     sizes: Sequence[int],
     strides: Sequence[int] | None = None,
-) -> Any:
+) -> jax.Array:
     """Slices `sizes` elements of `x`, starting at `place` times `by`, along `dims`."""
     strides = (1,) * len(sizes) if strides is None else strides
     start, limit, stride = [0] * len(x.shape), list(x.shape), [1] * len(x.shape)
@@ -249,12 +232,12 @@ def _conv_general_dilated(
     axes: Positions,
     /,
     *,
-    dimension_numbers: Any,
+    dimension_numbers: lax.ConvDimensionNumbers,
     feature_group_count: int,
     batch_group_count: int,
-    out_sharding: Any,
+    out_sharding: NamedSharding | None,
     **params: Any,
-) -> tuple[Any, Any]:
+) -> Batched:
     (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
     params["dimension_numbers"] = dimension_numbers
     groups = {"feature_group_count": feature_group_count, "batch_group_count": batch_group_count}
@@ -271,7 +254,7 @@ def _conv_general_dilated(
     others = {"default": lambda x, w: move_axis(*in_groups(x, w), 0)}
     if out_sharding is None and pays(axis, lane, groups, params):
 
-        def of_platform(lhs: Value, rhs: Value) -> Any:
+        def of_platform(lhs: Value, rhs: Value) -> jax.Array:
             slices = lambda x, w: by_slices(
                 move_axis(x, lhs_axis, 0), move_axis(w, rhs_axis, 0), lane, params
             )
@@ -297,7 +280,7 @@ def _conv_general_dilated(
 _by_platform = Cache("convolutions of lanes that share nothing", most=256)
 
 
-def _hashable(params: dict[str, Any]) -> Any:
+def _hashable(params: dict[str, Any]) -> tuple[Hashable, ...]:
     return tuple(sorted(params.items()))
 
 
@@ -310,7 +293,7 @@ def _in_groups(
     axis: Axis,
     args: Values,
     axes: Positions,
-    out_sharding: Any,
+    out_sharding: NamedSharding | None,
     groups: dict[str, int],
     params: dict[str, Any],
 ) -> tuple[Any, int]:
@@ -373,7 +356,9 @@ _LEAST_FEATURES = 8
 _LEAST_PRODUCTS = 288  # to a place of the result
 
 
-def _channels_last(lhs: Value, rhs: Value, groups: dict[str, int], params: dict[str, Any]) -> Any:
+def _channels_last(
+    lhs: Value, rhs: Value, groups: dict[str, int], params: dict[str, Any]
+) -> jax.Array:
     images, kernel, result = params["dimension_numbers"]
     first, *spatial, last = range(lhs.ndim)
     numbers = lax.ConvDimensionNumbers(
@@ -390,7 +375,7 @@ def _channels_last(lhs: Value, rhs: Value, groups: dict[str, int], params: dict[
     return lax.transpose(out, [source[result.index(d)] for d in range(lhs.ndim)])
 
 
-def _merge(x: Value, position: int, dim: int, outside: bool) -> Any:
+def _merge(x: Value, position: int, dim: int, outside: bool) -> jax.Array:
     """Merges the batch axis into per-example dimension `dim`.
 
     `outside`: lanes are its slow part.
@@ -403,7 +388,7 @@ def _merge(x: Value, position: int, dim: int, outside: bool) -> Any:
     return lax.reshape(x, shape, dimensions=None if order == sorted(order) else order)
 
 
-def _merged_sharding(example: Value, batched: Any, dim: int, position: int) -> Any:
+def _merged_sharding(example: Value, batched: Any, dim: int, position: int) -> NamedSharding | None:
     """Returns the sharding of a result whose dimension `dim` also holds the lanes."""
     if example is None or batched.spec[position] is None:
         return example
@@ -412,7 +397,7 @@ def _merged_sharding(example: Value, batched: Any, dim: int, position: int) -> A
     return example.update(spec=example.spec.update(partitions=tuple(spec)))
 
 
-def _empty(args: Any, axes: Any, params: dict[str, Any]) -> Any:
+def _empty(args: Values, axes: Positions, params: dict[str, Any]) -> jax.Array:
     avals = [example_aval(Axis(0), jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
     one = jax.eval_shape(lambda *xs: lax.conv_general_dilated_p.bind(*xs, **params), *avals)
     return lax.full((0, *one.shape), 0, one.dtype)
@@ -451,7 +436,7 @@ def _windowed(primitive: _compat.Primitive, n_arrays: int | None = None) -> None
     """Registers `primitive`; `n_arrays` None stands for half of its operands."""
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
         n = len(args) // 2 if n_arrays is None else n_arrays
         # A call takes a single initial value, which also fills the padding and enters many windows.
         if any(a is not None for a in axes[n:]):
@@ -478,8 +463,8 @@ enter("library: fft")
 
 @register_rule(lax.fft_p)
 def _fft(
-    axis: Axis, args: Any, axes: Any, /, *, fft_lengths: Any, **params: Any
-) -> tuple[Any, Any]:
+    axis: Axis, args: Values, axes: Sequence[int], /, *, fft_lengths: Sequence[int], **params: Any
+) -> Batched:
     (x,), (position,) = args, axes
     # The transform is over the last dimensions, where the batch axis must not be.
     if position >= x.ndim - len(fft_lengths):

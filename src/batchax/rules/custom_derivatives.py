@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 from jax.interpreters import ad
 
 from batchax import _compat
@@ -22,7 +22,7 @@ from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Jaxpr, Value, Values
-from batchax.kernel.axis import Axis, Position, Positions, lanes_vary_over, match_axis
+from batchax.kernel.axis import Axis, Batched, Position, Positions, lanes_vary_over, match_axis
 from batchax.kernel.captured import (
     Captured,
     closes_over_tracers,
@@ -44,7 +44,7 @@ from batchax.kernel.registry import register_rule
 class CallOutputs:
     """Settles where the outputs of a call have their batch axes."""
 
-    def __init__(self, kind: str, axis: Axis, body: Any, in_axes: Positions) -> None:
+    def __init__(self, kind: str, axis: Axis, body: ClosedJaxpr, in_axes: Positions) -> None:
         self.axis, self.types = axis, body.out_avals
         self.signature = kind, tuple(body.in_avals), tuple(in_axes), tuple(body.out_avals)
         self.axes: list[Position] = []
@@ -130,12 +130,7 @@ def if_later(find: Callable[[], Positions], n_out: int) -> Positions:
 
 
 def batched_transpose(
-    axis: Axis,
-    jaxpr: Jaxpr,
-    args: Values,
-    axes: Positions,
-    cotangents: range,
-    in_axes: Positions,
+    axis: Axis, jaxpr: Jaxpr, args: Values, axes: Positions, cotangents: range, in_axes: Positions
 ) -> list[Any]:
     """Runs a per-example reverse rule for all lanes.
 
@@ -185,7 +180,7 @@ def multiplies(
     return False
 
 
-def match_or_zeros(axis: Axis, x: Value, source: Position, destination: Position) -> Any:
+def match_or_zeros(axis: Axis, x: Value, source: Position, destination: Position) -> jax.Array:
     """Moves the batch axis of `x` to `destination`, also for the type float0."""
     if source == destination:
         return x
@@ -199,7 +194,7 @@ def match_or_zeros(axis: Axis, x: Value, source: Position, destination: Position
     return lax.full(shape, 0, jax.dtypes.float0)
 
 
-def _sum_or_match(axis: Axis, x: Value, source: Position, destination: Position) -> Any:
+def _sum_or_match(axis: Axis, x: Value, source: Position, destination: Position) -> jax.Array:
     # An input that lanes share gets the sum of its cotangents over the lanes.
     if destination is None and source is not None:
         x, over = jnp.sum(x, axis=source), lanes_vary_over(axis)
@@ -207,7 +202,7 @@ def _sum_or_match(axis: Axis, x: Value, source: Position, destination: Position)
     return match_or_zeros(axis, x, source, destination)
 
 
-def _in_first_lane(axis: Axis, x: Value) -> Any:
+def _in_first_lane(axis: Axis, x: Value) -> jax.Array:
     """Makes a batch, at axis 0, of `x` in the first lane and zeros in the others."""
     if jax.typeof(x).dtype == jax.dtypes.float0:
         return match_or_zeros(axis, x, None, 0)
@@ -216,7 +211,7 @@ def _in_first_lane(axis: Axis, x: Value) -> Any:
     return lax.pad(lax.expand_dims(x, (0,)), zero, [others] + [(0, 0, 0)] * x.ndim)
 
 
-def _is_in(marks: set[Any], v: Any) -> bool:
+def _is_in(marks: set[Any], v: Var | Literal) -> bool:
     return not isinstance(v, Literal) and v in marks
 
 
@@ -247,7 +242,9 @@ class ReverseRule:
         # Not in a cache: the rule may close over values of a trace. It lives as long as this call.
         self._staged: dict[Any, Any] = {}
 
-    def __call__(self, kept: Residuals, residuals: Any, cotangents: Any, ct_axes: Positions) -> Any:
+    def __call__(
+        self, kept: Residuals, residuals: Values, cotangents: Values, ct_axes: Positions
+    ) -> Any:
         axis = self.axis
         types = map(_type, [*residuals, *cotangents])
         staged, zeros, logs, has_logs = self._stage(types, ct_axes, kept)
@@ -304,7 +301,7 @@ class ReverseRule:
         cotangents, the structure of its logs, and whether it has any.
         """
 
-        def example(aval: Aval, a: Position, over: Any) -> Any:
+        def example(aval: Aval, a: Position, over: frozenset[Hashable]) -> Aval:
             # Residuals and cotangents must have the mesh types that the forward run was traced for.
             aval = _compat.with_varying_axes(example_aval(self.axis, aval, a), over)
             return as_without_mesh([aval])[0]
@@ -351,7 +348,7 @@ class ReverseRule:
         return program, *description
 
 
-def known_number(x: Value) -> Any:
+def known_number(x: Value) -> complex | np.generic | None:
     """Returns the number that a variable is constant at, else None."""
     if not isinstance(x, Literal) or not isinstance(x.val, (bool, int, float, complex)):
         return None
@@ -361,7 +358,7 @@ def known_number(x: Value) -> Any:
     return x.val if aval.weak_type else np.dtype(aval.dtype).type(x.val)
 
 
-def _counted_once(cotangent: Value, aval: Aval) -> Any:
+def _counted_once(cotangent: Value, aval: Aval) -> jax.Array:
     """Zeroes a cotangent on all devices but one, for an input that was cast to vary."""
     over = _compat.varying_axes(aval) - _compat.varying_axes(jax.typeof(cotangent))
     if not over or cotangent.dtype == jax.dtypes.float0:
@@ -370,7 +367,7 @@ def _counted_once(cotangent: Value, aval: Aval) -> Any:
     return jnp.where(lax.axis_index(tuple(over)) == 0, cotangent, jnp.zeros_like(cotangent))
 
 
-def _type(x: Value) -> Any:
+def _type(x: Value) -> Aval:
     return x if _is_zero(x) else jax.typeof(x)
 
 
@@ -382,9 +379,7 @@ enter(": call_hi_primitive_linearized custom_jvp_call custom_lin custom_vjp_call
 
 
 @register_rule("custom_jvp_call")
-def _custom_jvp(
-    axis: Axis, args: Values, axes: Positions, /, **params: Any
-) -> tuple[list[Any], Positions]:
+def _custom_jvp(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
     body, trace_rule = params["call_jaxpr"], params["jvp_jaxpr_fun"]
     bound = _custom_jvp_p.get_bind_params(params)
     fun, jvp = bound.pop("subfuns")
@@ -457,14 +452,12 @@ def _custom_jvp(
 
 
 @cached_on("whether derivative rules close over values of a program that is being staged")
-def _closes_over_values(body: ClosedJaxpr, *rules: Any) -> bool:
+def _closes_over_values(body: ClosedJaxpr, *rules: Callable[..., Any]) -> bool:
     return any(map(closes_over_tracers, rules))
 
 
 @register_rule("custom_vjp_call")
-def _custom_vjp(
-    axis: Axis, args: Values, axes: Positions, /, **params: Any
-) -> tuple[list[Any], Positions]:
+def _custom_vjp(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
     body, trace_forward = params["call_jaxpr"], params["fwd_jaxpr_thunk"]
     skip, out_trees = params["num_consts"], params["out_trees"]
     bound = _custom_vjp_p.get_bind_params(params)
@@ -540,7 +533,7 @@ def _custom_vjp(
         outputs.settle(out_axes[n:], needed)
         return [*outs[:n], *outputs.place(outs[n:], out_axes[n:])]
 
-    def backward(*xs: Value) -> Any:
+    def backward(*xs: Value) -> Sequence[Any]:
         n = len(kept.axes)
         return reverse(kept, xs[:n], xs[n:], outputs.axes)
 
@@ -560,7 +553,7 @@ in_reverse_alone = Anywhere(lambda eqn: eqn.primitive.name in _IN_REVERSE)
 
 @register_rule(_IN_REVERSE[0])
 @register_rule(_IN_REVERSE[1])
-def _custom_lin(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Any:
+def _custom_lin(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> NoReturn:
     raise ArgumentTypeError(
         "can't apply forward-mode autodiff (jvp) to a custom_vjp function: its rule gives "
         "cotangents only. Use reverse mode (jax.grad, jax.vjp), or jax.custom_jvp for both."

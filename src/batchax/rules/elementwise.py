@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,22 +9,23 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.sharding import Sharding
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Jaxpr, Value, Values
 from batchax.kernel.axis import (
     Axis,
+    Batched,
     Position,
     Positions,
-    axis_to_front,
     batch_sharding,
     inserted,
     match_axis,
     move_axis,
     shift_dims,
 )
-from batchax.kernel.interpreter import interpret
+from batchax.kernel.interpreter import lane_after_lane
 from batchax.kernel.registry import (
     broadcasting,
     common_position,
@@ -74,7 +74,7 @@ _add_any_p: Any = _compat.find_primitive("add_any")
 
 
 @register_rule(_add_any_p)
-def _add_any(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Any]:
+def _add_any(axis: Axis, args: Values, axes: Positions, /) -> Batched:
     # The sum of cotangents: unlike `add` it does not broadcast.
     target = common_position(args, axes)
     args = [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)]
@@ -82,12 +82,12 @@ def _add_any(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Any]:
 
 
 @register_rule(lax.clamp_p)
-def _clamp(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Any]:
+def _clamp(axis: Axis, args: Values, axes: Positions, /) -> Batched:
     return _with_scalars(lax.clamp_p, axis, args, axes, scalars=(0, 2))
 
 
 @register_rule(lax.select_n_p)
-def _select_n(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Any]:
+def _select_n(axis: Axis, args: Values, axes: Positions, /) -> Batched:
     return _with_scalars(lax.select_n_p, axis, args, axes, scalars=(0,))
 
 
@@ -113,8 +113,8 @@ def _with_scalars(
 
 
 def _filled(
-    x: Value, position: Position, target: int, shape: tuple[int, ...], sharding: Any
-) -> Any:
+    x: Value, position: Position, target: int, shape: tuple[int, ...], sharding: Sharding | None
+) -> jax.Array:
     """Repeats `x` to `shape`, with its batch axis at `target`."""
     ndim = len(shape)
     if position is not None and x.ndim == ndim:
@@ -126,7 +126,9 @@ def _filled(
 
 
 @register_rule(lax.bitcast_convert_type_p)
-def _bitcast_convert_type(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+def _bitcast_convert_type(
+    axis: Axis, args: Values, axes: Sequence[int], /, **params: Any
+) -> Batched:
     (x,), (position,) = args, axes
     cast = partial(lax.bitcast_convert_type_p.bind, **params)
     if position == x.ndim - 1 > 0:
@@ -157,8 +159,8 @@ enter("combines: reduce")
 def _cumulative(primitive: _compat.Primitive) -> None:
     @register_rule(primitive)
     def rule(
-        batch: Axis, args: Any, positions: Any, /, *, axis: int, reverse: bool
-    ) -> tuple[Any, Any]:
+        batch: Axis, args: Values, positions: Sequence[int], /, *, axis: int, reverse: bool
+    ) -> Batched:
         (x,), (position,) = args, positions
         (dim,) = shift_dims((axis,), position)
         return primitive.bind(x, axis=dim, reverse=reverse), position
@@ -181,60 +183,13 @@ def _reduce(
     computation: Callable[..., Any],
     jaxpr: Jaxpr,
     dimensions: tuple[int, ...],
-) -> tuple[Any, Any]:
+) -> Batched:
     n = len(args) // 2
+    how: dict[str, Any] = {"computation": computation, "jaxpr": jaxpr}
+    # The primitive takes a single initial value.
     if any(a is not None for a in axes[n:]):
-        return _reduce_from_batched_start(axis, args, axes, jaxpr, dimensions)
+        return lane_after_lane(axis, lax.reduce_p, args, axes, {"dimensions": dimensions, **how})
     operands, position = matched(axis, args[:n], axes[:n])
     dims = shift_dims(dimensions, position)
-    outs = lax.reduce_p.bind(
-        *operands, *args[n:], computation=computation, jaxpr=jaxpr, dimensions=dims
-    )
+    outs = lax.reduce_p.bind(*operands, *args[n:], dimensions=dims, **how)
     return outs, [position - sum(d < position for d in dims)] * n
-
-
-def _reduce_from_batched_start(
-    axis: Axis,
-    args: Values,
-    axes: Positions,
-    jaxpr: Jaxpr,
-    dimensions: Sequence[int],
-) -> tuple[list[Any], list[int]]:
-    """Reduces with initial values that differ between lanes."""
-    # The primitive takes a single initial value. So elements are combined in pairs, pairs of pairs
-    # and so on, for all lanes and results at once, and the initial values last.
-    n = len(args) // 2
-    operands = [axis_to_front(axis, x, a) for x, a in zip(args[:n], axes[:n], strict=True)]
-    reduced = shift_dims(dimensions, 0)
-    kept = [d for d in range(operands[0].ndim) if d not in reduced]
-    shape = [operands[0].shape[d] for d in kept]
-    length = math.prod(operands[0].shape[d] for d in reduced)
-    width = math.prod(shape)
-
-    # Flat, an element of every result after another: any part is one slice.
-    values = [lax.reshape(lax.transpose(x, [*reduced, *kept]), (length * width,)) for x in operands]
-    while length > 1:
-        half = length // 2
-        pairs = [lax.slice_in_dim(x, i * half * width, (i + 1) * half * width)
-                 for i in (0, 1) for x in values]  # fmt: skip
-        combined = _combine(jaxpr, pairs)
-        # An odd element joins the next round.
-        if length % 2:
-            odd = [lax.slice_in_dim(x, 2 * half * width, None) for x in values]
-            combined = [lax.concatenate(xs, 0) for xs in zip(combined, odd, strict=True)]
-        values, length = combined, length - half
-    starts = [
-        lax.reshape(lax.broadcast_in_dim(match_axis(axis, x, a, 0), shape, (0,)), (width,))
-        for x, a in zip(args[n:], axes[n:], strict=True)
-    ]
-    values = _combine(jaxpr, [*starts, *values]) if length else starts
-    return [lax.reshape(x, shape) for x in values], [0] * n
-
-
-def _combine(computation: Any, values: list[Value]) -> list[Any]:
-    """Applies the computation of a reduction elementwise to flat arrays."""
-    elements = Axis(values[0].size)
-    outs, axes = interpret(
-        elements, computation.jaxpr, computation.consts, values, [0] * len(values)
-    )
-    return [match_axis(elements, x, a, 0) for x, a in zip(outs, axes, strict=True)]

@@ -16,7 +16,7 @@ dimensions leaves no other way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import (
     Axis,
+    Batched,
     Position,
     Positions,
     broadcast_axis,
@@ -53,16 +54,16 @@ enter(
 @register_rule(lax.gather_p)
 def gather(
     axis: Axis,
-    args: Any,
+    args: Values,
     axes: Any,
     /,
     *,
-    dimension_numbers: Any,
-    slice_sizes: Any,
+    dimension_numbers: lax.GatherDimensionNumbers,
+    slice_sizes: Sequence[int],
     unique_indices: bool,
     indices_are_sorted: bool,
     **params: Any,
-) -> tuple[Any, Any]:
+) -> Batched:
     (operand, indices), (position, index_position) = args, axes
     # Dimensions of the operand are in the result's window (kept), removed, or paired with those of
     # the indices.
@@ -113,10 +114,10 @@ def _scatter(primitive: _compat.Primitive) -> Rule:
         axes: Positions,
         /,
         *,
-        dimension_numbers: Any,
+        dimension_numbers: lax.ScatterDimensionNumbers,
         indices_are_sorted: bool,
         **params: Any,
-    ) -> tuple[Any, Any]:
+    ) -> Batched:
         place = _place_shared if axes[1] is None else _place_own
         (operand, indices, updates), (position, index_position, update_position) = place(
             axis, dimension_numbers, args, axes
@@ -150,7 +151,7 @@ for _primitive in (
     _scatter(_primitive)
 
 
-def _place_shared(axis: Axis, dnums: Any, args: Any, axes: Any) -> tuple[Any, Any]:
+def _place_shared(axis: Axis, dnums: Any, args: Values, axes: Any) -> tuple[Any, Any]:
     """Places batch axes of operand and updates, for indices that lanes share.
 
     Both must have the axis at the same place among the window dimensions.
@@ -171,7 +172,7 @@ def _place_shared(axis: Axis, dnums: Any, args: Any, axes: Any) -> tuple[Any, An
     return (operand, indices, updates), (position, None, update_position)
 
 
-def _place_own(axis: Axis, dnums: Any, args: Any, axes: Any) -> tuple[Any, Any]:
+def _place_own(axis: Axis, dnums: Any, args: Values, axes: Any) -> tuple[Any, Any]:
     """Places batch axes for indices of each lane.
 
     Indices and updates must have the axis at the same place among the index dimensions.

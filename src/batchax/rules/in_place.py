@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray, eval_jaxpr
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from batchax import _compat
@@ -21,7 +21,7 @@ from batchax.jaxprs.bodies import Body, bind_with, bodies_of, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
-from batchax.kernel.axis import Axis, Position, move_axis
+from batchax.kernel.axis import Axis, Batched, move_axis
 from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.rules.calls import CALLS
@@ -73,7 +73,7 @@ def origins(jaxpr: Jaxpr) -> dict[Any, Origin]:
     return by_variable
 
 
-def origin_of(by_variable: dict[Any, Origin], v: Any) -> Origin | None:
+def origin_of(by_variable: dict[Any, Origin], v: Var | Literal) -> Origin | None:
     """Looks up the origin of a variable; literals have none."""
     return None if isinstance(v, Literal) else by_variable.get(v)
 
@@ -167,7 +167,7 @@ def _through_bodies(bodies: Sequence[Body]) -> list[Alias]:
     ]
 
 
-def live_type() -> Any:
+def live_type() -> ShapedArray:
     """Returns the type of the predicate of one lane, on the mesh in scope."""
     mesh = jax.sharding.get_abstract_mesh()
     sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
@@ -203,10 +203,7 @@ def updated_operands(branches: Sequence[ClosedJaxpr]) -> dict[int, int]:
 
 
 def masked(
-    axis: Axis,
-    program: ClosedJaxpr,
-    own: Collection[int] = (),
-    fill: str | None = None,
+    axis: Axis, program: ClosedJaxpr, own: Collection[int] = (), fill: str | None = None
 ) -> ClosedJaxpr:
     """Adds a first operand `active` to `program`, false in a lane that drops its results.
 
@@ -232,7 +229,7 @@ class _Lane:
     active: Any  # a boolean scalar
     fill: str | None  # see `masked`
 
-    def safe(self, x: Value, fill: str | None = None) -> Any:
+    def safe(self, x: Value, fill: str | None = None) -> Value:
         """Replaces `x` by a safe value if the lane is masked."""
         fill = fill or self.fill
         aval = jax.typeof(x)
@@ -240,7 +237,7 @@ class _Lane:
             return x
         return safe_lanes(self.active, x, 0, fill)
 
-    def inner(self, program: Any, own: Iterable[int]) -> ClosedJaxpr:
+    def inner(self, program: ClosedJaxpr, own: Iterable[int]) -> ClosedJaxpr:
         return masked(self.axis, _compat.close(program), frozenset(own), self.fill)
 
 
@@ -305,16 +302,18 @@ def _scatter(active: Value, eqn: Eqn, xs: Values) -> Sequence[Any]:
     return bind_equation(eqn, [operand, indices, updates], mode=mode)
 
 
-def _window(dnums: Any, shape: Sequence[int], update: Sequence[int]) -> list[int]:
+def _window(
+    dnums: lax.ScatterDimensionNumbers, shape: Sequence[int], update: Sequence[int]
+) -> list[int]:
     single = {*dnums.inserted_window_dims, *dnums.operand_batching_dims}
     sizes = iter(update[d] for d in dnums.update_window_dims)
     return [1 if d in single else next(sizes) for d in range(len(shape))]
 
 
-def _moved_out(active: Value, indices: Value, size: int) -> Any:
+def _moved_out(active: Value, indices: Value, size: int) -> jax.Array:
     """Moves the indices of a masked lane out of bounds."""
 
-    def number(n: int) -> Any:
+    def number(n: int) -> np.ndarray:
         return np.asarray(n, indices.dtype)
 
     # The scatter may declare unique and sorted indices, so all move by the same amount, below zero.
@@ -322,7 +321,7 @@ def _moved_out(active: Value, indices: Value, size: int) -> Any:
     return lax.select(active, indices, lax.sub(within, lax.full_like(within, size)))
 
 
-def _dynamic_update_slice(active: Value, eqn: Eqn, xs: Any) -> Sequence[Any]:
+def _dynamic_update_slice(active: Value, eqn: Eqn, xs: Values) -> Sequence[Any]:
     operand, update, *starts = xs
     shape, sizes = np.shape(operand), np.shape(update)
     moving = [d for d in range(len(shape)) if shape[d] != sizes[d]]
@@ -393,7 +392,7 @@ def _goes_on_if_active(axis: Axis, test: ClosedJaxpr) -> ClosedJaxpr:
     return stage_function(axis, goes_on, [live_type(), *test.in_avals])
 
 
-def _jit(lane: _Lane, eqn: Eqn, xs: Any, mine: set[int]) -> Sequence[Any]:
+def _jit(lane: _Lane, eqn: Eqn, xs: Values, mine: set[int]) -> Sequence[Any]:
     # Not a call again: shardings and donated arguments have no effect inside a loop or branch.
     return _run(lane, eqn.params["jaxpr"], xs, mine)
 
@@ -409,12 +408,12 @@ _READS = frozenset("dynamic_slice gather slice".split())
 # Whether a loop in a program goes on.
 
 
-def _goes_on(active: Value, more: Value) -> Any:
+def _goes_on(active: Value, more: Value) -> jax.Array:
     """Computes ``active & more``. If lanes share `more`, they continue while one is active."""
     return lax.bitwise_and(more, lax.broadcast(active, np.shape(more)))
 
 
-def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Position]:
+def _batched(axis: Axis, args: Values, axes: Any, /) -> Batched:
     (active, more), (live_at, more_at) = args, axes
     if more_at is None:
         # One predicate for all lanes: the loop stays one that they run together.

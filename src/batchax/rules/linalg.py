@@ -22,11 +22,11 @@ from batchax.jaxprs.bodies import with_inside
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Positions, match_axis, move_axis
+from batchax.kernel.axis import Axis, Batched, Positions, match_axis, move_axis
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner, batched_aval, example_aval
 from batchax.kernel.interpreter import Place
 from batchax.kernel.named_axes import vary_over, varying_of
-from batchax.kernel.own_primitive import declare, own_primitive, tangents_of, transposed
+from batchax.kernel.own_primitive import Flat, declare, own_primitive, tangents_of, transposed
 from batchax.kernel.registry import leading_rule, register_looking, register_rule
 from batchax.linalg import table
 from batchax.linalg.pays import LOOP_STEPS
@@ -61,7 +61,7 @@ def with_lanes_last(
     primitive: _compat.Primitive,
     axis: Axis,
     args: Values,
-    axes: Any,
+    axes: Positions,
     params: dict[str, Any],
     place: Place | None = None,
 ) -> tuple[Any, Any] | None:
@@ -139,7 +139,7 @@ def _may(axis: Axis, args: Values) -> bool:
     return not sharded and all(isinstance(d, int) for d in sizes) and 0 not in sizes
 
 
-def _to_last(x: Value, batch: int) -> Any:
+def _to_last(x: Value, batch: int) -> jax.Array:
     """Moves ``[*batch, *matrix, lanes]`` to ``[*matrix, all lanes]``."""
     if not batch:
         return x
@@ -148,7 +148,7 @@ def _to_last(x: Value, batch: int) -> Any:
     return lax.reshape(x, shape, dimensions=[*matrix, *range(batch), x.ndim - 1])
 
 
-def _from_last(x: Value, lanes: Sequence[int]) -> Any:
+def _from_last(x: Value, lanes: Sequence[int]) -> jax.Array:
     """Moves ``[*matrix, all lanes]`` to ``[*batch, *matrix, lanes]``."""
     if len(lanes) == 1:
         return x
@@ -202,7 +202,7 @@ def _lanes(x: Aval | Value, first: bool, explicit: bool) -> Axis:
     return Axis(x.shape[_at(x, first)], small_matrices=option)
 
 
-def _types(*avals: Any, of: str, first: bool, explicit: bool, **params: Any) -> list[Any]:
+def _types(*avals: Aval, of: str, first: bool, explicit: bool, **params: Any) -> list[Any]:
     axis = _lanes(avals[0], first, explicit)
     primitive: Any = _compat.find_primitive(of)
     one = [example_aval(axis, x, _at(x, first)) for x in avals]
@@ -211,7 +211,7 @@ def _types(*avals: Any, of: str, first: bool, explicit: bool, **params: Any) -> 
     return [batched_aval(axis, x, 0 if first else x.ndim) for x in outs]
 
 
-def _all_lanes(function: Any, operands: Values, first: bool, explicit: bool) -> list[Any]:
+def _all_lanes(function: Flat, operands: Values, first: bool, explicit: bool) -> list[Any]:
     """Applies a function of one matrix of each operand to those of all lanes."""
     axis = _lanes(operands[0], first, explicit)
     outs, axes = batch_function(axis, function, operands, [_at(x, first) for x in operands])
@@ -222,14 +222,8 @@ def _all_lanes(function: Any, operands: Values, first: bool, explicit: bool) -> 
 
 
 def _jvp(
-    primals: Values,
-    tangents: Values,
-    *,
-    of: str,
-    first: bool,
-    explicit: bool,
-    **params: Any,
-) -> Any:
+    primals: Values, tangents: Values, *, of: str, first: bool, explicit: bool, **params: Any
+) -> tuple[list[Value], list[Value]]:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     types = _types(*map(jax.typeof, primals), of=of, first=first, explicit=explicit, **params)
     smooth = [k for k, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.inexact)]
@@ -249,7 +243,7 @@ def _jvp(
 
 
 def _transpose(
-    cotangents: Any, *operands: Value, of: str, first: bool, explicit: bool, **params: Any
+    cotangents: Values, *operands: Value, of: str, first: bool, explicit: bool, **params: Any
 ) -> list[Any]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
@@ -282,7 +276,7 @@ def _rule(
     first: bool,
     explicit: bool,
     **params: Any,
-) -> tuple[Any, Any]:
+) -> Batched:
     """Merges the lanes of both axes."""
     if not _may(axis, args):
         plain = replace(axis, small_matrices="library")
@@ -350,14 +344,8 @@ RANKS = {
 def _decomposition(primitive: _compat.Primitive, ranks: Sequence[int]) -> None:
     @register_looking(primitive)
     def rule(
-        axis: Axis,
-        args: Values,
-        axes: Positions,
-        /,
-        *,
-        place: Place | None = None,
-        **params: Any,
-    ) -> tuple[Any, Any]:
+        axis: Axis, args: Values, axes: Positions, /, *, place: Place | None = None, **params: Any
+    ) -> Batched:
         return _each_its_own(primitive, ranks, axis, args, axes, params, place)
 
 
@@ -366,7 +354,7 @@ def _each_its_own(
     ranks: Sequence[int],
     axis: Axis,
     args: Values,
-    axes: Any,
+    axes: Positions,
     params: dict[str, Any],
     place: Place | None = None,
 ) -> tuple[Any, Any]:
@@ -381,18 +369,20 @@ for _name, _ranks in RANKS.items():
 
 
 @register_rule(linalg.triangular_solve_p)
-def _triangular_solve(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+def _triangular_solve(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
     if axes[0] is not None:
         return _each_its_own(linalg.triangular_solve_p, (2, 2), axis, args, axes, params)
     solve = partial(linalg.triangular_solve_p.bind, args[0], **params)
+    assert axes[1] is not None
     return _merged(solve, args[1], axes[1], -1 if params["left_side"] else -2)
 
 
 @register_rule(linalg.tridiagonal_solve_p)
-def _tridiagonal_solve(axis: Axis, args: Values, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+def _tridiagonal_solve(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
     *diagonals, b = args
     if any(a is not None for a in axes[:-1]):
         return _each_its_own(linalg.tridiagonal_solve_p, (1, 1, 1, 2), axis, args, axes, params)
+    assert axes[-1] is not None
     return _merged(partial(linalg.tridiagonal_solve_p.bind, *diagonals, **params), b, axes[-1], -1)
 
 
@@ -407,16 +397,16 @@ def _merged(solve: Callable[[Any], Any], b: Value, position: int, dim: int) -> t
 
 
 @register_rule(linalg.cholesky_update_p)
-def _cholesky_update(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Any]:
+def _cholesky_update(axis: Axis, args: Values, axes: Positions, /) -> Batched:
     # The primitive takes no batch dimensions at all.
     (out,), (position,) = batch_function(axis, _rank_one_update, args, axes)
     return out, position
 
 
-def _rank_one_update(r: Any, w: Any) -> list[Any]:
+def _rank_one_update(r: Value, w: Value) -> list[Any]:
     """Computes the upper triangular factor of ``r.T @ r + outer(w, w)``, by Givens rotations."""
 
-    def rotate(w: Any, row_and_index: Any) -> tuple[Any, Any]:
+    def rotate(w: Value, row_and_index: tuple[Value, Value]) -> tuple[Any, Any]:
         row, k = row_and_index
         x, y = row[k], w[k]
         none = y == 0
@@ -432,11 +422,14 @@ def _rank_one_update(r: Any, w: Any) -> list[Any]:
 
 enter(": custom_linear_solve")
 
+_Programs = Any
+"""The programs of a solve, as JAX's private named tuple."""
+
 
 @register_rule(lax.linear_solve_p)
 def _custom_linear_solve(
-    axis: Axis, args: Any, axes: Positions, /, *, const_lengths: Any, jaxprs: Any
-) -> tuple[Any, Any]:
+    axis: Axis, args: Values, axes: Positions, /, *, const_lengths: Sequence[int], jaxprs: _Programs
+) -> Batched:
     # The operands are the constants of each program (matvec, vecmat, solve,
     # transpose_solve), one program after the other, and then `b`.
     ends = [sum(const_lengths[: i + 1]) for i in range(len(const_lengths))]
@@ -446,7 +439,7 @@ def _custom_linear_solve(
         axis, jaxprs, const_axes, axes[start:], len(jaxprs.solve.out_avals)
     )
 
-    def for_all_lanes(program: Any, its_axes: Any) -> Any:
+    def for_all_lanes(program: ClosedJaxpr, its_axes: Positions) -> ClosedJaxpr | None:
         if program is None:
             return None
         # Where no batch axis is wanted, none turns up. Two of the four have no auxiliary data.
@@ -468,7 +461,7 @@ def _custom_linear_solve(
 
 
 def _solution_axes(
-    axis: Axis, programs: Any, const_axes: Any, given: Any, n_out: int
+    axis: Axis, programs: _Programs, const_axes: Sequence[Positions], given: Positions, n_out: int
 ) -> tuple[list[int | None], list[int | None]]:
     """Returns which leaves of the solution, and of the auxiliary data, have the batch axis.
 

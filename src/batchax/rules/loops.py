@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import jax
 from jax import lax
 from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.types import Aval, ClosedJaxpr, Jaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     AnyLoop,
@@ -45,6 +46,7 @@ from batchax.rules.contraction import takes_less_as_rows
 from batchax.rules.in_place import masked_in_place, updates_in_place
 from batchax.rules.masking import MaskPlan, hazards, plan_masking, run_masked, select_lanes
 
+Item = TypeVar("Item")
 DivergentFlow = TypeVar("DivergentFlow", WhileLoop, BoundedLoop, Branches)
 
 
@@ -109,13 +111,13 @@ def _reject_order(programs: Sequence[Any]) -> None:
 
 def settle(
     axis: Axis,
-    body: Any,
-    consts_at: Any,
-    carry_at: Any,
-    xs_at: Any,
+    body: ClosedJaxpr,
+    consts_at: Positions,
+    carry_at: Positions,
+    xs_at: Positions,
     varying: Varying = (),
     lowest: int = 0,
-) -> tuple[Any, list[Position], list[Position]]:
+) -> tuple[ClosedJaxpr, list[Position], list[Position]]:
     """Returns the batched body, and the batch axes of each carry and each y.
 
     `varying` are the mesh axes of the operands; carries vary from the start over what any iteration
@@ -135,22 +137,32 @@ def settle(
 
     program, carry_at, ys_at = settle_varying(varying[first : first + n], batched)
     carry = types_varying(program.in_avals[first : first + n])
-    return returning(program, (*carry, *[frozenset()] * len(ys_at))), carry_at, ys_at
+    return returning(program, (*carry, *[frozenset()] * len(ys_at))), list(carry_at), ys_at
 
 
 def _settle_axes(
-    axis: Axis, body: Any, consts_at: Any, carry_at: Any, xs_at: Any, varying: Varying, lowest: int
-) -> tuple[Any, list[Position], list[Position]]:
+    axis: Axis,
+    body: ClosedJaxpr,
+    consts_at: Positions,
+    carry_at: Positions,
+    xs_at: Positions,
+    varying: Varying,
+    lowest: int,
+) -> tuple[ClosedJaxpr, list[Position], list[Position]]:
     def allowed(a: Position) -> Position:
         return a if a is None else max(a, lowest)
 
-    def batch(axis: Axis, carry_at: Any, outs_at: Any) -> tuple[Any, Any]:
+    def batch(
+        axis: Axis, carry_at: Positions, outs_at: Sequence[Any]
+    ) -> tuple[ClosedJaxpr, Positions]:
         return batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), outs_at, varying)
 
-    def pinned(carry_at: Any) -> list[Any]:
+    def pinned(carry_at: Positions) -> list[Any]:
         return [*(free if a is None else a for a in carry_at), *[free] * (outs - n)]
 
-    def settled(axis: Axis, carry_at: Any, made: Any, *, moves: bool) -> tuple[Any, Any, Any]:
+    def settled(
+        axis: Axis, carry_at: Positions, made: tuple[ClosedJaxpr, Positions], *, moves: bool
+    ) -> tuple[ClosedJaxpr, Positions, Positions]:
         batched, out = made
         # Carries only become batched, and move once, so this ends.
         while list(out[:n]) != carry_at:
@@ -176,11 +188,15 @@ def _settle_axes(
     if axis.divergence is not None:
         made = batch(axis, carry_at, pinned(carry_at))
         batched, carry_at, out = settled(axis, carry_at, made, moves=False)
-    return batched, carry_at, list(out[n:])
+    return batched, list(carry_at), list(out[n:])
 
 
 def match_carry(
-    axis: Axis, values: Values, sources: Any, destinations: Any, types: Sequence[Aval] = ()
+    axis: Axis,
+    values: Values,
+    sources: Positions,
+    destinations: Positions,
+    types: Sequence[Aval] = (),
 ) -> list[Any]:
     """Moves batch axes to their destinations; None is left as it is.
 
@@ -194,8 +210,8 @@ def match_carry(
 
 
 def split_operands(
-    items: Any, n_first: int, n_second: int
-) -> tuple[list[Any], list[Any], list[Any]]:
+    items: Sequence[Item], n_first: int, n_second: int
+) -> tuple[list[Item], list[Item], list[Item]]:
     items = list(items)
     return items[:n_first], items[n_first : n_first + n_second], items[n_first + n_second :]
 
@@ -245,11 +261,7 @@ class MaskedBody:
 
     @classmethod
     def of(
-        cls,
-        axis: Axis,
-        test: ClosedJaxpr,
-        body: ClosedJaxpr,
-        positions: tuple[Position, ...],
+        cls, axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, positions: tuple[Position, ...]
     ) -> MaskedBody:
         """Plans the body of a loop with the predicate `test`."""
         # Nothing counts as differentiable: a `while` has no reverse mode, in which a NaN would
@@ -266,7 +278,7 @@ class MaskedBody:
         )
         return cls(axis, body, positions, plan, calls)
 
-    def step(self, active: Any, consts: Values, carry: Values) -> list[Any]:
+    def step(self, active: Value, consts: Values, carry: Values) -> list[Any]:
         """Computes the next carry of active lanes, and keeps that of the others."""
         front: list[Position] = [0] * len(carry)
         positions = [*self.positions, *front]
@@ -293,7 +305,7 @@ class MaskedBody:
 
 def _masked_loop(
     masked: MaskedBody,
-    cond_jaxpr: Any,
+    cond_jaxpr: ClosedJaxpr,
     consts_at: tuple[Position, ...],
     places: tuple[int, ...],
     varying: Varying,
@@ -333,12 +345,8 @@ def _masked_loop(
 
 
 def predicate_if(
-    axis: Axis,
-    active: Value,
-    cond_jaxpr: Any,
-    operands: Values,
-    positions: Positions,
-) -> Any:
+    axis: Axis, active: Value, cond_jaxpr: Any, operands: Values, positions: Positions
+) -> jax.Array:
     """Evaluates the predicate, with host callbacks for active lanes only."""
     if is_seen(cond_jaxpr):
         cond_jaxpr = with_active(axis, cond_jaxpr)
@@ -346,12 +354,12 @@ def predicate_if(
     return predicate(axis, cond_jaxpr, operands, positions)
 
 
-def _of_each_lane(active: Value) -> Any:
+def _of_each_lane(active: Value) -> jax.Array:
     """Reduces a mask to one entry a lane: with inner lanes, a lane is active if any of them is."""
     return active if active.ndim == 1 else lax.reduce_or(active, tuple(range(1, active.ndim)))
 
 
-def predicate(axis: Axis, cond_jaxpr: Any, operands: Values, positions: Any) -> Any:
+def predicate(axis: Axis, cond_jaxpr: Any, operands: Values, positions: Positions) -> jax.Array:
     """Evaluates the predicate of each lane, lanes first."""
     with recording.part("condition"):
         (active,), (at,) = interpret(axis, cond_jaxpr.jaxpr, cond_jaxpr.consts, operands, positions)
@@ -360,7 +368,7 @@ def predicate(axis: Axis, cond_jaxpr: Any, operands: Values, positions: Any) -> 
 
 @register_rule(scan_p)
 def _scan(
-    axis: Axis, args: Values, axes: Positions, /, *, jaxpr: Jaxpr, **params: Any
+    axis: Axis, args: Values, axes: Positions, /, *, jaxpr: ClosedJaxpr, **params: Any
 ) -> PlacedOutputs:
     n_consts, n_carry = _compat.scan_counts(params)
     args, axes = list(args), list(axes)
@@ -390,7 +398,7 @@ def _scan(
     return outs, [*settled, *(None if a is None else a + 1 for a in ys_at)]
 
 
-def _inside(axis: Axis, steps: Any) -> Axis:
+def _inside(axis: Axis, steps: int) -> Axis:
     """Updates `axis` for a step of a loop with `steps` steps."""
     steps = max(1, steps) if isinstance(steps, int) else LOOP_STEPS  # or a symbol
     # Costs that recur at each step multiply, and lanes may be last from step to step.
@@ -413,9 +421,9 @@ def _while(
     /,
     *,
     cond_nconsts: int,
-    cond_jaxpr: Any,
+    cond_jaxpr: ClosedJaxpr,
     body_nconsts: int,
-    body_jaxpr: Any,
+    body_jaxpr: ClosedJaxpr,
 ) -> PlacedOutputs:
     asked_of_all = cond_jaxpr
     counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal as Number
+from jax.extend.core import Var
 from jax.extend.core.primitives import scan_p
 from jax.interpreters import ad
 
@@ -23,7 +24,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import control_flow, programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import Facts, facts_of
 from batchax.jaxprs.types import Eqn, Jaxpr, Value, Values
-from batchax.kernel.axis import Axis, Position, Positions, axis_to_front, move_axis
+from batchax.kernel.axis import Axis, Batched, Position, Positions, axis_to_front, move_axis
 from batchax.kernel.own_primitive import own_primitive
 
 _FEW_STEPS = 16  # of a loop, that masked lanes may take rather than be given other operands
@@ -115,11 +116,11 @@ def _is_linear(eqn: Eqn) -> bool:
     return len(varying) == 1 and varying[0] in _LINEAR_IN.get(eqn.primitive.name, ())
 
 
-def _is_number(v: Any) -> bool:
+def _is_number(v: Var | Number) -> bool:
     return isinstance(v, Number) and bool(np.all(np.isfinite(v.val)))
 
 
-def _is_inexact(v: Any) -> bool:
+def _is_inexact(v: Var | Number) -> bool:
     dtype = getattr(v.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
@@ -196,7 +197,7 @@ def plan_masking(
     return MaskPlan(takes_mask, harmed, replaced, "donor" if donor else "keep", hazard.costly)
 
 
-def safe_lanes(active: Value, x: Value, depth: int, fill: str = "donor") -> Any:
+def safe_lanes(active: Value, x: Value, depth: int, fill: str = "donor") -> Value:
     """Replaces the masked lanes of `x` by the first active one, or by lane 0 if none is.
 
     The first `depth` axes of `x` are those of `active`; it is shared along the others. With `depth`
@@ -208,7 +209,7 @@ def safe_lanes(active: Value, x: Value, depth: int, fill: str = "donor") -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("depth", "fill"))
-def _values(active: Value, x: Value, *, depth: int, fill: str) -> Any:
+def _values(active: Value, x: Value, *, depth: int, fill: str) -> jax.Array:
     """Computes `safe_lanes_p`; masked lanes get the `fill` "donor" or "zero"."""
     no_lanes = any(isinstance(n, int) and n == 0 for n in active.shape)
     if fill == "keep" or (fill == "donor" and depth == 0) or no_lanes:
@@ -229,7 +230,7 @@ def _values(active: Value, x: Value, *, depth: int, fill: str) -> Any:
     return _compat.unconsumed(lax.select(mask, *map(_compat.unconsumed, (x, other))))
 
 
-def _lane(row: Value, index: Value) -> Any:
+def _lane(row: Value, index: Value) -> jax.Array:
     sharding: Any = jax.typeof(row).sharding
     if sharding.spec[:1] in ((), (None,)) or jnp.issubdtype(row.dtype, jax.dtypes.extended):
         return lax.dynamic_index_in_dim(row, index, 0, False, allow_negative_indices=False)
@@ -242,7 +243,7 @@ def _lane(row: Value, index: Value) -> Any:
     return mine.any(0) if row.dtype == np.bool_ else mine.sum(0, dtype=row.dtype)
 
 
-def _jvp(primals: Values, tangents: Any, *, depth: int, fill: str) -> tuple[Any, Any]:
+def _jvp(primals: Values, tangents: Values, *, depth: int, fill: str) -> tuple[Any, Any]:
     active, x = primals
     out = safe_lanes_p.bind(active, x, depth=depth, fill=fill)
     return out, _cut(tangents[1], active, depth)
@@ -252,16 +253,14 @@ def _transpose(cotangent: Value, active: Value, x: Value, *, depth: int, fill: s
     return [None, _cut(cotangent, active, depth)]
 
 
-def _cut(tangent: Value, active: Value, depth: int) -> Any:
+def _cut(tangent: Value, active: Value, depth: int) -> Value:
     """Zeroes a tangent or cotangent in masked lanes."""
     if type(tangent) is ad.Zero:
         return tangent
     return safe_lanes_p.bind(active, tangent, depth=depth, fill="zero")
 
 
-def _batched(
-    axis: Axis, args: Values, axes: Any, /, *, depth: int, fill: str
-) -> tuple[Any, Position]:
+def _batched(axis: Axis, args: Values, axes: Any, /, *, depth: int, fill: str) -> Batched:
     (active, x), (live_at, x_at) = args, axes
     if live_at is None:  # the lanes are as they were; each holds one more axis
         if x_at < depth:
@@ -332,7 +331,7 @@ def run_masked(
     return results
 
 
-def select_lanes(active: Value, position: int, new: Value, old: Value) -> Any:
+def select_lanes(active: Value, position: int, new: Value, old: Value) -> Value:
     """Selects `new` in active lanes and `old` in others; both have lanes at `position`."""
     if new is old:
         return old
@@ -341,7 +340,7 @@ def select_lanes(active: Value, position: int, new: Value, old: Value) -> Any:
     return _compat.unconsumed(lax.select(mask, new, _compat.unconsumed(old)))
 
 
-def expand_like(x: Value, position: int, like: Any) -> Any:
+def expand_like(x: Value, position: int, like: Value) -> Value:
     """Broadcasts `x`, whose axes are those of `like` from `position` on, to its shape."""
     if np.ndim(x) == np.ndim(like):
         return x

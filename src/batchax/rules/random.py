@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, Value, Values
-from batchax.kernel.axis import Axis, Positions, axis_to_front, move_axis
+from batchax.kernel.axis import Axis, Batched, Positions, axis_to_front, move_axis
 from batchax.kernel.interpreter import lane_after_lane
 from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.kernel.registry import (
@@ -52,7 +53,7 @@ def hashed(key: Sequence[Any], x: Value, y: Value) -> list[Any]:
     return [x, y]
 
 
-def _broadcast(x: Value, shape: Sequence[int]) -> Any:
+def _broadcast(x: Value, shape: Sequence[int]) -> jax.Array:
     if np.shape(x) in ((), tuple(shape)):
         return x
     return lax.broadcast_in_dim(x, shape, range(len(shape) - np.ndim(x), len(shape)))
@@ -85,16 +86,16 @@ def _split(keys: Value, *, shape: Sequence[int]) -> list[Any]:
     return [_keys_of(_counted(keys, shape))]
 
 
-def _fold_in(keys: Value, data: Any) -> list[Any]:
+def _fold_in(keys: Value, data: Value) -> list[Any]:
     key = jax.random.key_data(keys)
     return [_keys_of(hashed([key[..., 0], key[..., 1]], np.uint32(0), data.astype(np.uint32)))]
 
 
-def _keys_of(words: Sequence[Any]) -> Any:
+def _keys_of(words: Sequence[Any]) -> jax.Array:
     return jax.random.wrap_key_data(jax.numpy.stack(words, axis=-1), impl="threefry2x32")
 
 
-def _threefry(*words: Any) -> list[Any]:
+def _threefry(*words: Value) -> list[Any]:
     return hashed(words[:2], *words[2:])
 
 
@@ -135,22 +136,20 @@ def _computed_once(make: Callable[[], list[Any]], types: Sequence[Aval]) -> list
     return lax.while_loop(lambda state: state[0] < one, step, (np.uint32(0), blank))[1]
 
 
-def _types(*avals: Any, of: str, **params: Any) -> list[Any]:
+def _types(*avals: Aval, of: str, **params: Any) -> list[Any]:
     primitive: Any = _compat.find_primitive(of)
     out, _ = primitive.abstract_eval(*avals, **params)
     return list(out) if primitive.multiple_results else [out]
 
 
-def drawn(
-    axis: Axis, args: Values, axes: Positions, /, *, of: str, **params: Any
-) -> tuple[Any, Any]:
+def drawn(axis: Axis, args: Values, axes: Positions, /, *, of: str, **params: Any) -> Batched:
     """Batches `drawn_p`, and the operation of JAX named `of` where that computes the same."""
     args, out_axis = aligned(args, axes)
     outs = drawn_p.bind(*args, of=of, **params)
     return outs, [out_axis] * len(outs)
 
 
-def _jvp(primals: Values, tangents: Values, **params: Any) -> Any:
+def _jvp(primals: Values, tangents: Values, **params: Any) -> tuple[list[Value], list[Value]]:
     outs = drawn_p.bind(*primals, **params)
     return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
 
@@ -190,14 +189,16 @@ TOGETHER = {
 }
 
 
-def _alone(primitive: Any, others: Rule | None = None, implementations: Any = ()) -> None:
+def _alone(
+    primitive: Primitive, others: Rule | None = None, implementations: Collection[str] = ()
+) -> None:
     """Registers `primitive` to run sequentially, except for keys of `implementations`.
 
     Those are served by the rule `others`.
     """
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
         if others is not None:
             impl = params["impl"].name if "impl" in params else jax.random.key_impl(args[0])
             if isinstance(impl, str) and impl in implementations:
@@ -221,18 +222,18 @@ _to_edtype_p: Any = _compat.find_primitive("to_edtype")
 
 
 @register_rule(_wrap_p)
-def _wrap(axis: Axis, args: Values, axes: Positions, /, *, impl: Any) -> tuple[Any, Any]:
+def _wrap(axis: Axis, args: Values, axes: Positions, /, *, impl: Any) -> Batched:
     return leading_rule(_wrap_p, (len(impl.key_shape),), axis, args, axes, impl=impl)
 
 
 @register_rule("to_edtype")
-def _to_edtype(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+def _to_edtype(axis: Axis, args: Values, axes: Sequence[int], /, **params: Any) -> Batched:
     # The last dimensions become one element: the batch axis must not be among them.
     return _to_edtype_p.bind(move_axis(args[0], axes[0], 0), **params), 0
 
 
 @register_rule(_gamma_p)
-def _gamma(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
+def _gamma(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
     # The shape of the keys must be a prefix of that of the parameter.
     args = [axis_to_front(axis, x, a) for x, a in zip(args, axes, strict=True)]
     return _gamma_p.bind(*args, **params), 0
@@ -244,7 +245,7 @@ def _written_out(name: str) -> None:
     others: Any = find_rule(primitive)
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
         if not _is_written_out(args, **params):
             return others(axis, args, axes, **params)
         outs, out_axes = drawn(axis, args, axes, of=name, **params)

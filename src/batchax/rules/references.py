@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Tree, Value, Values
-from batchax.kernel.axis import Axis, Position, Positions, match_axis, move_axis
+from batchax.kernel.axis import Axis, Batched, Position, Positions, match_axis, move_axis
 from batchax.kernel.registry import register_rule, vectorized
 
 enter(": addupdate broadcast_to freeze get new_ref swap")
@@ -30,6 +30,14 @@ enter(": addupdate broadcast_to freeze get new_ref swap")
 for _name in ("new_ref", "freeze"):
     if (_primitive := _compat.find_primitive(_name)) is not None:
         vectorized(_primitive)
+
+
+class _Slice(Protocol):
+    """Describes a slice of JAX's, which starts anywhere."""
+
+    start: Any
+    size: int
+    stride: int
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ BATCH = "batch"
 
 
 @register_rule("get")
-def _get(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> tuple[Any, Any]:
+def _get(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> Batched:
     indices = _indices(tree, args[1:], axes[1:])
     if indices is None:
         return jax.ref.get(args[0]), axes[0]
@@ -54,7 +62,7 @@ def _get(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> tuple[A
 
 
 @register_rule("swap")
-def _swap(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> tuple[Any, Any]:
+def _swap(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> Batched:
     (ref, value, *_), (position, value_axis, *_) = args, axes
     _check_batched(position)
     indices = _indices(tree, args[2:], axes[2:])
@@ -66,7 +74,7 @@ def _swap(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> tuple[
 
 
 @register_rule("addupdate")
-def _addupdate(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> tuple[Any, Any]:
+def _addupdate(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> Batched:
     (ref, value, *_), (position, value_axis, *_) = args, axes
     _check_batched(position)
     indices = _indices(tree, args[2:], axes[2:])
@@ -79,7 +87,9 @@ def _addupdate(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> t
 
 
 @register_rule("broadcast_to")
-def _broadcast_to(axis: Axis, args: Any, axes: Any, /, *, shape: Any) -> tuple[Any, Any]:
+def _broadcast_to(
+    axis: Axis, args: Values, axes: Sequence[int], /, *, shape: Sequence[int]
+) -> Batched:
     """Broadcasts indices of a reference to one shape."""
     (x,), (position,) = args, axes
     x = move_axis(x, position, 0)
@@ -97,7 +107,7 @@ def _check_batched(position: Position) -> None:
         )
 
 
-def _indices(tree: Tree, values: Any, axes: Any) -> tuple[Any, ...] | None:
+def _indices(tree: Tree, values: Values, axes: Positions) -> tuple[Any, ...] | None:
     """Returns the indices of one example, `_Index` for dynamic ones; None for the whole."""
     leaves = [_Index(x, a) for x, a in zip(values, axes, strict=True)]
     transforms = jax.tree.unflatten(tree, leaves)
@@ -113,7 +123,7 @@ def _indices(tree: Tree, values: Any, axes: Any) -> tuple[Any, ...] | None:
 
 
 def _batched_indices(
-    axis: Axis, ref: Any, position: Position, indices: tuple[Any, ...]
+    axis: Axis, ref: Value, position: Position, indices: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], list[Any], list[Any]]:
     """Builds indices into all lanes of `ref`.
 
@@ -160,11 +170,11 @@ def _batched_indices(
     return tuple(out), _selected(names, block), in_example
 
 
-def _arrays(indices: Any) -> list[_Index]:
+def _arrays(indices: Sequence[_Index | _Slice]) -> list[_Index]:
     return [index for index in indices if isinstance(index, _Index)]
 
 
-def _block_shape(indices: Any, rank: int) -> tuple[int, ...]:
+def _block_shape(indices: Sequence[_Index | _Slice], rank: int) -> tuple[int, ...]:
     """Returns the shape of the index arrays of one example, which all have one."""
     shapes = [
         np.shape(i.value) if i.axis is None else np.delete(np.shape(i.value), i.axis)
@@ -173,19 +183,19 @@ def _block_shape(indices: Any, rank: int) -> tuple[int, ...]:
     return tuple(map(int, next((s for s in shapes if len(s) == rank), ())))
 
 
-def _start_axis(index: Any) -> Position:
+def _start_axis(index: _Index | _Slice) -> Position:
     """Returns the batch axis of the start of a slice, if it has one."""
     start = getattr(index, "start", None)
     return start.axis if isinstance(start, _Index) else None
 
 
-def _with_value(index: Any) -> Any:
+def _with_value(index: Any) -> _Slice:
     """Takes a slice whose start all lanes share."""
     start = index.start.value if isinstance(index.start, _Index) else index.start
     return type(index)(start, index.size, index.stride)
 
 
-def _number(index: _Index, size: int) -> Any:
+def _number(index: _Index, size: int) -> Value:
     """Normalizes a scalar index as for one example: counted from the end, clamped."""
     i = index.value
     if isinstance(i, (int, np.integer)):
@@ -193,7 +203,7 @@ def _number(index: _Index, size: int) -> Any:
     return jnp.clip(jnp.where(i < 0, i + size, i), 0, size - 1)
 
 
-def _spread(x: Value, position: Position, start: int, shape: Sequence[int]) -> Any:
+def _spread(x: Value, position: Position, start: int, shape: Sequence[int]) -> jax.Array:
     """Broadcasts indices to the shape of all of them, batch axis first."""
     if position is not None:
         x = move_axis(x, position, 0)
@@ -227,7 +237,7 @@ def _as_example(x: Value, in_batch: list[Any], in_example: list[Any]) -> tuple[A
 
 def _as_found(
     axis: Axis, x: Value, position: Position, in_batch: list[Any], in_example: list[Any]
-) -> Any:
+) -> jax.Array:
     """Transposes values to write to the order in which the indices find them."""
     if position is None:
         x, position = match_axis(axis, x, None, 0), 0

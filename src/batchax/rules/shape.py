@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.sharding import Sharding
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Values
 from batchax.kernel.axis import (
     Axis,
-    Position,
+    Batched,
     Positions,
     inserted,
     match_axis,
@@ -48,7 +49,7 @@ def _pass_on(name: str) -> None:
     """Registers by name, as some primitives exist only after an import."""
 
     @register_rule(name)
-    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
         primitive: Any = _compat.find_primitive(name)
         return primitive.bind(*args, **params), axes[0]
 
@@ -60,8 +61,15 @@ for _name in "stage with_memory_space_constraint xla_metadata_value".split():
 
 @register_rule(lax.broadcast_in_dim_p)
 def broadcast_in_dim(
-    axis: Axis, args: Any, axes: Any, /, *, shape: Any, broadcast_dimensions: Any, sharding: Any
-) -> tuple[Any, Any]:
+    axis: Axis,
+    args: Values,
+    axes: Sequence[int],
+    /,
+    *,
+    shape: Sequence[int],
+    broadcast_dimensions: Sequence[int],
+    sharding: Sharding | None,
+) -> Batched:
     (x,), (position,) = args, axes
     if position and not axis.columns:
         # As in jax.vmap. Products of a shared matrix with vectors leave lanes last; with dimensions
@@ -80,8 +88,15 @@ def broadcast_in_dim(
 
 @register_rule(lax.reshape_p)
 def reshape(
-    axis: Axis, args: Any, axes: Any, /, *, new_sizes: Any, dimensions: Any, sharding: Any
-) -> tuple[Any, Any]:
+    axis: Axis,
+    args: Values,
+    axes: Sequence[int],
+    /,
+    *,
+    new_sizes: Sequence[int],
+    dimensions: Sequence[int],
+    sharding: Sharding | None,
+) -> Batched:
     (x,), (position,) = args, axes
     # Where as many elements as before vary slower than the batch axis, the order
     # of all elements is the same and nothing has to move.
@@ -103,7 +118,9 @@ def reshape(
 
 
 @register_rule(lax.transpose_p)
-def transpose(axis: Axis, args: Any, axes: Any, /, *, permutation: Any) -> tuple[Any, Any]:
+def transpose(
+    axis: Axis, args: Values, axes: Sequence[int], /, *, permutation: Sequence[int]
+) -> Batched:
     (x,), (position,) = args, axes
     # Elements move in any case; in front the batch axis serves most rules best.
     out = lax.transpose_p.bind(x, permutation=(position, *shift_dims(permutation, position)))
@@ -111,26 +128,30 @@ def transpose(axis: Axis, args: Any, axes: Any, /, *, permutation: Any) -> tuple
 
 
 @register_rule(lax.squeeze_p)
-def squeeze(axis: Axis, args: Values, axes: Any, /, *, dimensions: Any) -> tuple[Any, Any]:
+def squeeze(
+    axis: Axis, args: Values, axes: Sequence[int], /, *, dimensions: Sequence[int]
+) -> Batched:
     (x,), (position,) = args, axes
     out = lax.squeeze_p.bind(x, dimensions=shift_dims(dimensions, position))
     return out, position - sum(d < position for d in dimensions)
 
 
 @register_rule(lax.rev_p)
-def rev(axis: Axis, args: Any, axes: Any, /, *, dimensions: Any) -> tuple[Any, Any]:
+def rev(axis: Axis, args: Values, axes: Sequence[int], /, *, dimensions: Sequence[int]) -> Batched:
     (x,), (position,) = args, axes
     return lax.rev_p.bind(x, dimensions=shift_dims(dimensions, position)), position
 
 
 @register_rule(lax.tile_p)
-def tile(axis: Axis, args: Any, axes: Any, /, *, reps: Any) -> tuple[Any, Any]:
+def tile(axis: Axis, args: Values, axes: Sequence[int], /, *, reps: Sequence[int]) -> Batched:
     (x,), (position,) = args, axes
     return lax.tile_p.bind(x, reps=inserted(reps, position, 1)), position
 
 
 @register_rule(lax.pad_p)
-def pad(axis: Axis, args: Values, axes: Positions, /, *, padding_config: Any) -> tuple[Any, Any]:
+def pad(
+    axis: Axis, args: Values, axes: Positions, /, *, padding_config: Sequence[tuple[int, int, int]]
+) -> Batched:
     (x, value), (position, value_position) = args, axes
     if position is None:
         x, position = match_axis(axis, x, None, 0), 0
@@ -148,7 +169,7 @@ def pad(axis: Axis, args: Values, axes: Positions, /, *, padding_config: Any) ->
 
 
 @register_rule(lax.concatenate_p)
-def concatenate(axis: Axis, args: Values, axes: Positions, /, *, dimension: int) -> tuple[Any, Any]:
+def concatenate(axis: Axis, args: Values, axes: Positions, /, *, dimension: int) -> Batched:
     position = common_position(args, axes)
     args = [match_axis(axis, x, a, position) for x, a in zip(args, axes, strict=True)]
     return lax.concatenate_p.bind(*args, dimension=dimension + (dimension >= position)), position
@@ -156,15 +177,15 @@ def concatenate(axis: Axis, args: Values, axes: Positions, /, *, dimension: int)
 
 @register_rule(lax.split_p)
 def split(
-    batch: Axis, args: Any, positions: Any, /, *, sizes: Any, axis: int
-) -> tuple[list[Any], list[Position]]:
+    batch: Axis, args: Values, positions: Sequence[int], /, *, sizes: Sequence[int], axis: int
+) -> Batched:
     (x,), (position,) = args, positions
     outs = lax.split_p.bind(x, sizes=sizes, axis=axis + (axis >= position))
     return outs, [position] * len(outs)
 
 
 @register_rule(lax.stack_p)
-def stack(batch: Axis, args: Values, positions: Any, /, *, axis: int) -> tuple[Any, Any]:
+def stack(batch: Axis, args: Values, positions: Positions, /, *, axis: int) -> Batched:
     position = common_position(args, positions)
     args = [match_axis(batch, x, a, position) for x, a in zip(args, positions, strict=True)]
     # Where lanes need no move, whole arrays are put one after the other: nothing is interleaved.
@@ -174,9 +195,7 @@ def stack(batch: Axis, args: Values, positions: Any, /, *, axis: int) -> tuple[A
 
 
 @register_rule(lax.unstack_p)
-def unstack(
-    batch: Axis, args: Any, positions: Any, /, *, axis: int
-) -> tuple[list[Any], list[Position]]:
+def unstack(batch: Axis, args: Values, positions: Sequence[int], /, *, axis: int) -> Batched:
     (x,), (position,) = args, positions
     outs = lax.unstack_p.bind(x, axis=axis + (axis >= position))
     return outs, [position - (axis < position)] * len(outs)
@@ -187,21 +206,17 @@ _dce_sink_p: Any = _compat.find_primitive("dce_sink")
 
 
 @register_rule(_tie_p)
-def tie(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Any]:
+def tie(axis: Axis, args: Values, axes: Positions, /) -> Batched:
     return _tie_p.bind(*args), axes[1]  # the second operand, to be used after the first
 
 
 @register_rule(_dce_sink_p)
-def dce_sink(
-    axis: Axis, args: Values, axes: Positions, /, **params: Any
-) -> tuple[list[Any], list[Any]]:
+def dce_sink(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
     return _dce_sink_p.bind(*args, **params), []
 
 
 @register_rule(lax.optimization_barrier_p)
-def optimization_barrier(
-    axis: Axis, args: Values, axes: Positions, /
-) -> tuple[list[Any], list[Any]]:
+def optimization_barrier(axis: Axis, args: Values, axes: Positions, /) -> Batched:
     outs = lax.optimization_barrier_p.bind(*args)
     if len(outs) < len(args):  # references pass the barrier but are no results
         axes = [a for x, a in zip(args, axes, strict=True) if not _compat.is_reference(x)]
@@ -215,11 +230,11 @@ def device_put(
     axes: Positions,
     /,
     *,
-    devices: Any,
-    srcs: Any,
-    copy_semantics: Any,
-) -> tuple[list[Any], list[Any]]:
-    def batched(places: Any) -> tuple[Any, ...]:
+    devices: Sequence[object],
+    srcs: Sequence[object],
+    copy_semantics: Sequence[object],
+) -> Batched:
+    def batched(places: Sequence[object]) -> tuple[Any, ...]:
         return tuple(
             sharding_with_axis(place, a, [x], [a])
             if a is not None and isinstance(place, jax.sharding.NamedSharding)
@@ -240,13 +255,13 @@ enter("linear moderate: dynamic_slice dynamic_update_slice slice")
 def slice_(
     axis: Axis,
     args: Values,
-    axes: Any,
+    axes: Sequence[int],
     /,
     *,
-    start_indices: Any,
-    limit_indices: Any,
-    strides: Any,
-) -> tuple[Any, Any]:
+    start_indices: Sequence[int],
+    limit_indices: Sequence[int],
+    strides: Sequence[int] | None,
+) -> Batched:
     (x,), (position,) = args, axes
     out = lax.slice_p.bind(
         x,
@@ -260,7 +275,7 @@ def slice_(
 @register_rule(lax.dynamic_slice_p)
 def dynamic_slice(
     axis: Axis, args: Values, axes: Positions, /, *, slice_sizes: tuple[int, ...]
-) -> tuple[Any, Any]:
+) -> Batched:
     (operand, *starts), (position, *start_axes) = args, axes
     starts, start_axes, moving = _starts_that_matter(
         example_shape(operand, position), slice_sizes, starts, start_axes
@@ -288,7 +303,7 @@ def dynamic_slice(
 
 
 @register_rule(lax.dynamic_update_slice_p)
-def dynamic_update_slice(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Any]:
+def dynamic_update_slice(axis: Axis, args: Values, axes: Positions, /) -> Batched:
     (operand, update, *starts), (position, update_position, *start_axes) = args, axes
     update_shape = example_shape(update, update_position)
     starts, start_axes, moving = _starts_that_matter(
@@ -337,11 +352,11 @@ def _starts_that_matter(
 
 def _index_vectors(
     axis: Axis, starts: Sequence[Any], axes: Positions, moving: Sequence[int]
-) -> Any:
+) -> jax.Array:
     """Stacks the starts of the `moving` dimensions into a vector for each lane."""
     columns = [match_axis(axis, starts[d], axes[d], 0) for d in moving]
     return lax.stack_p.bind(*_compat.varying_alike(columns), axis=1)
 
 
-def _zero(starts: Sequence[Any]) -> Any:
+def _zero(starts: Values) -> np.ndarray:
     return np.zeros((), jax.typeof(starts[0]).dtype if starts else np.int32)

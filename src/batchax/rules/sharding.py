@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.experimental.layout import Layout
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Jaxpr, Value, Values
-from batchax.kernel.axis import Axis, Position, Positions, inserted, is_in_types, sharding_with_axis
+from batchax.kernel.axis import (
+    Axis,
+    Batched,
+    Position,
+    Positions,
+    inserted,
+    is_in_types,
+    sharding_with_axis,
+)
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
 
@@ -30,12 +39,12 @@ enter(
 def _sharding_constraint(
     axis: Axis,
     args: Values,
-    axes: Positions,
+    axes: Sequence[int],
     /,
     *,
-    unconstrained_dims: Any,
+    unconstrained_dims: Collection[int],
     **params: Any,
-) -> tuple[Any, Any]:
+) -> Batched:
     (x,), (position,) = args, axes
     free = {d + (d >= position) for d in unconstrained_dims}
     if axis.spmd_name is None:
@@ -56,8 +65,8 @@ _constraint_p: Any = _compat.find_primitive("sharding_constraint")
 
 @register_rule("reshard")
 def _reshard(
-    axis: Axis, args: Any, axes: Any, /, *, dst_sharding: Any, **params: Any
-) -> tuple[Any, Any]:
+    axis: Axis, args: Values, axes: Sequence[int], /, *, dst_sharding: NamedSharding, **params: Any
+) -> Batched:
     sharding = sharding_with_axis(dst_sharding, axes[0], args, axes)
     if sharding.spec[axes[0]] is None and is_in_types(sharding, axis.mesh_axis):
         # What comes back from where types do not tell of the mesh, as inside functions of
@@ -72,16 +81,14 @@ _reshard_p: Any = _compat.find_primitive("reshard")
 
 
 @register_rule("layout_constraint")
-def _layout_constraint(
-    axis: Axis, args: Values, axes: Positions, /, *, layout: Any
-) -> tuple[Any, Any]:
+def _layout_constraint(axis: Axis, args: Values, axes: Positions, /, *, layout: object) -> Batched:
     return _layout_p.bind(*args, layout=batched_layout(layout, axes[0])), axes[0]
 
 
 _layout_p: Any = _compat.find_primitive("layout_constraint")
 
 
-def batched_sharding(axis: Axis, sharding: Any, position: Position) -> Any:
+def batched_sharding(axis: Axis, sharding: Sharding | None, position: Position) -> Sharding | None:
     """Adds the batch axis at `position` to a sharding of one example.
 
     It is sharded over `spmd_axis_name`, if given.
@@ -101,7 +108,7 @@ def batched_sharding(axis: Axis, sharding: Any, position: Position) -> Any:
     )
 
 
-def check_unused(axis: Axis, spec: Any, what: str) -> None:
+def check_unused(axis: Axis, spec: PartitionSpec, what: str) -> None:
     """Raises AxisError for a spec that shards an example over the mesh axis of the batch."""
     used = {n for entry in spec for n in (entry if isinstance(entry, tuple) else (entry,))}
     twice = used & set(axis.spmd_name or ())
@@ -113,7 +120,7 @@ def check_unused(axis: Axis, spec: Any, what: str) -> None:
         )
 
 
-def batched_layout(layout: Any, position: Position) -> Any:
+def batched_layout(layout: object, position: Position) -> object:
     """Adds the batch axis to a layout of one example, as its slowest dimension."""
     if position is None or not isinstance(layout, Layout):
         return layout
@@ -125,7 +132,7 @@ def _entries(sharding: NamedSharding, ndim: int) -> list[Any]:
     return [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
 
 
-def _with_entries(sharding: NamedSharding, entries: Any) -> NamedSharding:
+def _with_entries(sharding: NamedSharding, entries: Sequence[object]) -> NamedSharding:
     return sharding.update(spec=sharding.spec.update(partitions=tuple(entries)))
 
 
@@ -140,10 +147,10 @@ def _shard_map(
     /,
     *,
     jaxpr: Jaxpr,
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Sequence[PartitionSpec],
     **params: Any,
-) -> tuple[list[Any], Positions]:
+) -> Batched:
     manual = params["newly_manual_axes"]
     # Lanes that `spmd_axis_name` spreads over devices are this device's part of them inside.
     inner = _on_each_device(axis, params["mesh"], manual, jaxpr)
@@ -171,8 +178,10 @@ def _shard_map(
 _shard_map_p: Any = _compat.find_primitive("shard_map")
 
 
-def _batched_specs(axis: Axis, specs: Any, axes: Positions) -> tuple[Any, ...]:
-    def batched(spec: Any, position: Position) -> Any:
+def _batched_specs(
+    axis: Axis, specs: Sequence[PartitionSpec], axes: Positions
+) -> tuple[PartitionSpec, ...]:
+    def batched(spec: PartitionSpec, position: Position) -> PartitionSpec:
         if position is None:
             return spec
         check_unused(axis, spec, "a shard_map specification")
@@ -182,7 +191,9 @@ def _batched_specs(axis: Axis, specs: Any, axes: Positions) -> tuple[Any, ...]:
     return tuple(map(batched, specs, axes))
 
 
-def _on_each_device(axis: Axis, mesh: Any, manual: frozenset[Any], jaxpr: Any) -> Axis:
+def _on_each_device(
+    axis: Axis, mesh: Mesh | AbstractMesh, manual: frozenset[Any], jaxpr: Any
+) -> Axis:
     """Returns the part of the axis on one device while `spmd_axis_name` shards it."""
     if axis.spmd_name is None or not manual.issuperset(axis.spmd_name):
         return axis  # this shard_map does not divide the lanes

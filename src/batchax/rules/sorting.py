@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Value, Values
-from batchax.kernel.axis import Axis, Positions, shift_dims
+from batchax.kernel.axis import Axis, Batched, Positions, shift_dims
 from batchax.kernel.registry import matched, register_rule
 from batchax.rules import sorting_network
 from batchax.rules.sorting_by_image import is_short, pays, sorted_floats_p
@@ -21,15 +22,8 @@ enter(": approx_top_k sort top_k")
 
 @register_rule(lax.sort_p)
 def _sort(
-    axis: Axis,
-    args: Values,
-    axes: Positions,
-    /,
-    *,
-    dimension: int,
-    num_keys: int,
-    **params: Any,
-) -> tuple[Any, Any]:
+    axis: Axis, args: Values, axes: Positions, /, *, dimension: int, num_keys: int, **params: Any
+) -> Batched:
     if all(a is None for a in axes[:num_keys]):
         return _sort_by_shared_keys(args, axes, dimension, num_keys, **params)
     operands, position = matched(axis, args, axes)
@@ -65,7 +59,7 @@ def _sort_by_shared_keys(
     return outs, list(axes)
 
 
-def _reorder(x: Value, position: int, order: Value, dimension: int) -> Any:
+def _reorder(x: Value, position: int, order: Value, dimension: int) -> jax.Array:
     """Permutes `x` along per-example `dimension`."""
     (dim,) = shift_dims((dimension,), position)
     others = tuple(d for d in range(order.ndim) if d != dimension)
@@ -88,8 +82,8 @@ def _reorder(x: Value, position: int, order: Value, dimension: int) -> Any:
 
 @register_rule(lax.top_k_p)
 def _top_k(
-    batch: Axis, args: Values, positions: Any, /, *, axis: int, **params: Any
-) -> tuple[Any, Any]:
+    batch: Axis, args: Values, positions: Sequence[int], /, *, axis: int, **params: Any
+) -> Batched:
     (x,), (position,) = args, positions
     (dim,) = shift_dims((axis,), position)
     return lax.top_k_p.bind(x, axis=dim, **params), [position] * 2
@@ -100,8 +94,8 @@ _approx_top_k_p: Any = _compat.find_primitive("approx_top_k")
 
 @register_rule(_approx_top_k_p)
 def _approx_top_k(
-    axis: Axis, args: Any, axes: Any, /, *, reduction_dimension: int, **params: Any
-) -> tuple[Any, Any]:
+    axis: Axis, args: Values, axes: Sequence[int], /, *, reduction_dimension: int, **params: Any
+) -> Batched:
     (x,), (position,) = args, axes
     # The dimension may be counted from the end, where the batch axis may come to be.
     (dim,) = shift_dims((reduction_dimension % (x.ndim - 1),), position)

@@ -11,14 +11,16 @@ there are such, floats are compared.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.types import Value
-from batchax.kernel.axis import Axis, Position, shift_dims
+from batchax.jaxprs.types import Value, Values
+from batchax.kernel.axis import Axis, Batched, shift_dims
 from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
 from batchax.linalg.pays import pays_back
 
@@ -42,11 +44,11 @@ def is_short(x: Value, dimension: int) -> bool:
     return isinstance(size, int) and size <= 16
 
 
-def _operations(x: Value, *, dimension: int) -> Any:
+def _operations(x: Value, *, dimension: int) -> jax.Array:
     return lax.sort(x, dimension=dimension)
 
 
-def _on_cpu(x: Value, *, dimension: int) -> Any:
+def _on_cpu(x: Value, *, dimension: int) -> jax.Array:
     size, normal = magnitude(x)
     dtype = np.dtype(size.dtype)
     bits = lax.bitcast_convert_type(x, dtype)
@@ -64,7 +66,7 @@ def magnitude(x: Value) -> tuple[Any, Any]:
     return bits & np.array(np.iinfo(dtype).max, dtype), normal
 
 
-def _by_image(x: Value, dtype: np.dtype[Any], dimension: int) -> Any:
+def _by_image(x: Value, dtype: np.dtype[Any], dimension: int) -> jax.Array:
     nan = lax.full_like(x, np.nan)  # the last one: another may be negative
     bits = lax.bitcast_convert_type(lax.select(lax.ne(x, x), nan, x), dtype)
     stable = not is_short(x, dimension)
@@ -72,14 +74,14 @@ def _by_image(x: Value, dtype: np.dtype[Any], dimension: int) -> Any:
     return lax.bitcast_convert_type(image(order, dtype), x.dtype)
 
 
-def image(bits: Value, dtype: np.dtype[Any]) -> Any:
+def image(bits: Value, dtype: np.dtype[Any]) -> jax.Array:
     """Maps bits of floats to integers of the same order, and back."""
     # For negative floats all other bits are flipped: larger magnitudes come first.
     sign = lax.shift_right_arithmetic(bits, lax.full_like(bits, 8 * dtype.itemsize - 1))
     return bits ^ (sign & np.array(np.iinfo(dtype).max, dtype))
 
 
-def _batched(axis: Axis, args: Any, axes: Any, /, *, dimension: int) -> tuple[Any, Position]:
+def _batched(axis: Axis, args: Values, axes: Sequence[int], /, *, dimension: int) -> Batched:
     (x,), (position,) = args, axes
     (dim,) = shift_dims((dimension,), position)
     return sorted_floats_p.bind(x, dimension=dim), position

@@ -25,7 +25,7 @@ from jax import lax
 from batchax import _compat
 from batchax.cache import cached
 from batchax.jaxprs.types import Value, Values
-from batchax.kernel.axis import Axis, Positions, shift_dims
+from batchax.kernel.axis import Axis, PlacedOutputs, Positions, shift_dims
 from batchax.kernel.named_axes import may_be_spread
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.registry import matched
@@ -78,7 +78,7 @@ def _on_cpu(*operands: Value, dimension: int, num_keys: int, is_stable: bool) ->
     return lax.cond(subnormal, compared, network, *operands)
 
 
-def _has_subnormal(x: Value) -> Any:
+def _has_subnormal(x: Value) -> jax.Array:
     size, normal = magnitude(x)
     return jnp.any(lax.lt(size, lax.full_like(size, normal)) & lax.gt(size, lax.full_like(size, 0)))
 
@@ -96,17 +96,17 @@ def _by_network(*operands: Value, dimension: int, num_keys: int) -> list[Any]:
     return [lax.transpose(lax.reshape(_looked_up(x, places), moved), back) for x in given]
 
 
-def _looked_up(x: Value, places: Value) -> Any:
+def _looked_up(x: Value, places: Value) -> jax.Array:
     return jnp.take_along_axis(x, places, 1, mode="promise_in_bounds")
 
 
-def _in_blocks(run: Callable[..., Any], xs: Values, most: int) -> Any:
+def _in_blocks(run: Callable[..., Any], xs: Values, most: int) -> jax.Array:
     """Runs blocks of rows, which stay in a core's cache."""
     rows, size = xs[0].shape
     if rows <= most:
         return run(xs)
 
-    def step(k: Value, out: Value) -> Any:
+    def step(k: Value, out: Value) -> jax.Array:
         # The last block is moved back to fit, so some rows are computed twice.
         start = lax.min(k * most, lax.full_like(k, rows - most))
         some = run([lax.dynamic_slice_in_dim(x, start, most) for x in xs])
@@ -116,7 +116,7 @@ def _in_blocks(run: Callable[..., Any], xs: Values, most: int) -> Any:
     return lax.fori_loop(0, -(-rows // most), step, nothing)
 
 
-def _order(keys: Values) -> Any:
+def _order(keys: Values) -> jax.Array:
     """Returns the permutation that sorts each row."""
     # All 32-bit words of the keys are in one array, which keeps a step small to compile. The last
     # word is the index, so no two elements are equal and the sort is stable.
@@ -124,7 +124,7 @@ def _order(keys: Values) -> Any:
     words.append(lax.broadcasted_iota(np.int32, words[0].shape, 0))
     partners = jnp.asarray(_partners(words[0].shape[0]))
 
-    def step(k: Value, mine: Value) -> Any:
+    def step(k: Value, mine: Value) -> jax.Array:
         partner = lax.dynamic_index_in_dim(partners, k, keepdims=False)
         theirs = mine.at[partner].get(mode="promise_in_bounds")
         # Lexicographic comparison, from the last word to the first.
@@ -180,7 +180,9 @@ def _partners(size: int) -> np.ndarray:
     return np.stack(steps)
 
 
-def _batched(axis: Axis, args: Values, axes: Positions, /, *, dimension: int, **params: Any) -> Any:
+def _batched(
+    axis: Axis, args: Values, axes: Positions, /, *, dimension: int, **params: Any
+) -> PlacedOutputs:
     operands, position = matched(axis, args, axes)
     (dim,) = shift_dims((dimension,), position)
     outs = sorted_rows_p.bind(*operands, dimension=dim, **params)
