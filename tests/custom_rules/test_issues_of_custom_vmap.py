@@ -83,41 +83,6 @@ def test_13283_a_linear_call_that_is_batched_by_a_loop(vmap):
         same(run(own, vmap)(*args), results[3])  # outside of jit
 
 
-def own_vjp(fun):
-    """Addition whose derivatives show that they are its own: two and three."""
-    add = jax.custom_vjp(fun)
-    add.defvjp(lambda a, b: (add(a, b), None), lambda _, g: (2 * g, 3 * g))
-    return add
-
-
-@VMAPS
-@pytest.mark.parametrize("order", ["custom_vmap of custom_vjp", "custom_vjp of custom_vmap"])
-def test_14150_custom_vjp_and_custom_vmap_in_either_order(vmap, order):
-    seen = []
-
-    def by_rule(fun):
-        own = bx.custom_vmap(fun)
-
-        @own.def_vmap
-        def rule(axis_size, in_batched, *args):
-            seen.append(in_batched)
-            return fun(*args), True
-
-        return own
-
-    add = lambda a, b: a + b
-    add = by_rule(own_vjp(add)) if order.startswith("custom_vmap") else own_vjp(by_rule(add))
-    same(vmap(add)(U, V), U + V)
-    assert seen == [[True, True]]
-    two_three = (jnp.full((4, 3), 2.0), jnp.full((4, 3), 3.0))
-    same(jax.vjp(add, U, V)[1](jnp.ones((4, 3))), two_three)
-    assert len(seen) == 1
-    same(jax.vjp(vmap(add), U, V)[1](jnp.ones((4, 3))), two_three)
-    same(jax.jit(jax.grad(lambda a, b: vmap(add)(a, b).sum(), (0, 1)))(U, V), two_three)
-    same(vmap(jax.grad(lambda a, b: add(a, b).sum(), (0, 1)))(U, V), two_three)
-    assert len(seen) > 1
-
-
 @VMAPS
 def test_29996_a_loop_over_lanes_that_is_computed_while_compiling(vmap):
     known = []
@@ -134,24 +99,6 @@ def test_29996_a_loop_over_lanes_that_is_computed_while_compiling(vmap):
     same(f(jnp.asarray(3.4)), 3.4 + jnp.cos(jnp.arange(10.0)))
     same(known[0], jnp.cos(jnp.arange(10.0)))
     same(known[1], jnp.cos(jnp.arange(3.0)))
-
-
-def test_7047_collectives_in_a_rule_that_asks_for_the_name():
-    @bx.custom_vmap
-    def centred(x):
-        return x - lax.pmean(x, "lanes")
-
-    @centred.def_vmap
-    def rule(axis_size, in_batched, x, *, axis_name):
-        assert axis_name == "lanes"
-        return bx.vmap(lambda x: x - lax.pmean(x, axis_name), axis_name=axis_name)(x), True
-
-    want = U - U.mean(0)
-    for vmap in (bx.vmap, jax.vmap):
-        same(vmap(centred, axis_name="lanes")(U), want)
-        gradient = jax.grad(lambda x, v=vmap: jnp.sum(v(centred, axis_name="lanes")(x) ** 2))
-        same(gradient(U), 2 * want)
-        same(jax.jit(vmap(vmap(centred, axis_name="lanes")))(U[None]), want[None])
 
 
 @VMAPS

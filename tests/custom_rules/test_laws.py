@@ -390,18 +390,3 @@ def test_random_programs(seed, steps, whose, keep_unbatched):
         return wrap(program), (VECTOR, MATRIX, INTEGER, WEIGHTS)
 
     check_order(make, steps, whose, keep_unbatched, True, LOOSE)
-
-
-@pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap])
-@pytest.mark.parametrize(
-    "derivative",
-    [lambda f, x, w: jax.linearize(f, x, w)[1](x, w), lambda f, x, w: jax.vjp(f, x, w)[1](x)],
-)
-@pytest.mark.each_commit(2)
-def test_derivatives_of_what_function_and_rule_close_over_inside_of_vmap(vmap, derivative):
-    def run(wrap, vmap):
-        f, _ = closing_over(wrap)
-        lanes = jnp.stack([VECTOR, -VECTOR])
-        return vmap(lambda x, w: derivative(f, x, w), (0, None))(lanes, WEIGHTS)
-
-    same(run(with_identity_rule, vmap), run(lambda fun: fun, jax.vmap))

@@ -89,21 +89,6 @@ def test_in_chunks_such_a_rule_has_all_lanes(rule, batch_size):
     assert set(sizes) == {4}
 
 
-def test_in_chunks_other_rules_have_a_chunk():
-    sizes = []
-
-    def rule(axis_size, in_batched, x):
-        sizes.append(axis_size)
-        return 2 * x, True
-
-    f, xs = with_rule(rule, lambda x: 2 * x), example((5, 2))
-    same(bx.vmap(f, batch_size=3)(xs), 2 * xs)
-    assert set(sizes) == {3, 2}
-    sizes.clear()
-    same(bx.vmap(f, axis_name="lanes", batch_size=3)(xs), 2 * xs)
-    assert set(sizes) == {3, 2}
-
-
 def test_in_chunks_and_a_loop():
     f = with_rule(by_sums)
     looped = lambda x: lax.fori_loop(0, 2, lambda i, c: f(c), x)

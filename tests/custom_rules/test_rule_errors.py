@@ -128,31 +128,6 @@ def test_an_exception_in_a_rule_names_the_rule_and_the_call(vmap):
     assert any(frame.name == "broken_rule" for frame in frames)
 
 
-@pytest.mark.compiles(60)
-def test_a_broken_rule_breaks_nothing_but_batches():
-    def broken_rule(axis_size, in_batched, x):
-        raise AssertionError("not to be run")
-
-    f = with_rule(broken_rule, jnp.sin)
-    x = jnp.float32(0.5)
-    for transform in (
-        lambda f: f,
-        jax.jit,
-        jax.grad,
-        lambda f: jax.jit(jax.grad(f)),
-        lambda f: jax.grad(jax.jit(f)),
-        jax.checkpoint,
-        lambda f: jax.hessian(f),
-        lambda f: jax.jit(jax.hessian(f)),
-        lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), c), x, length=2),
-        lambda f: lambda x: bx.vmap(f, in_axes=None, axis_size=2)(x),
-        lambda f: lambda x: jax.vmap(lambda i: f(x))(jnp.arange(2)),
-    ):
-        jax.tree.map(np.testing.assert_allclose, transform(f)(x), transform(jnp.sin)(x))
-    with pytest.raises(AssertionError, match="not to be run"):
-        bx.vmap(f)(jnp.ones(2))
-
-
 @VMAPS
 def test_no_rule(vmap):
     @bx.custom_vmap

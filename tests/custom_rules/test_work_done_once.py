@@ -64,31 +64,6 @@ def test_a_loop_and_its_derivative(vmap, which):
         assert operations(ours, W, XS)["scan"] <= operations(plain, W, XS)["scan"]
 
 
-AROUND = {
-    "outside of jit": lambda f: f,
-    "jit": jax.jit,
-    "gradient": lambda f: jax.grad(
-        lambda w, xs: sum(jnp.sum(y**2) for y in jax.tree.leaves(f(w, xs))), (0, 1)
-    ),
-    "jax.vmap": lambda f: lambda w, xs: jax.vmap(f)(jnp.stack([w, 2 * w]), jnp.stack([xs, -xs])),
-    "bx.vmap": lambda f: lambda w, xs: bx.vmap(f, SHARED)(w, jnp.stack([xs, -xs])),
-    "checkpoint": jax.checkpoint,
-    "scan": lambda f: lambda w, xs: lax.map(lambda xs: f(w, xs), jnp.stack([xs, -xs])),
-}
-
-
-@pytest.mark.parametrize("size", [None, 3], ids=["", "chunks"])
-@pytest.mark.parametrize("which", AROUND)
-@pytest.mark.each_commit(4)
-def test_around_a_vmap_of_value_and_gradient(which, size):
-    def run(f):
-        each = jax.value_and_grad(total(f), (0, 1))
-        return AROUND[which](bx.vmap(each, SHARED, batch_size=size))
-
-    got, want = run(with_identity_rule(solved)), run(solved)
-    same(got(W, XS), plainly(want, W, XS), {"rtol": 1e-3, "atol": 1e-3})
-
-
 def solved(w, x):
     return jnp.linalg.solve(w, x)
 

@@ -23,17 +23,19 @@ cholesky = functools.partial(lanes_last, "cholesky")
 
 
 @functools.cache
-def _both():
-    def run(a):
-        ours = cholesky(a.transpose(1, 2, 0))[0].transpose(2, 0, 1)
-        return ours, jax.numpy.tril(ll.cholesky_p.bind(a))
-
-    return jax.jit(run)
+def compiled(run, *options):
+    return jax.jit(functools.partial(run, *options))
 
 
-def both(x):
+def both(run, *args, options=()):
+    """What `run` computes of arrays, ours and the library's."""
     with jax.enable_x64(True):
-        return [np.asarray(y) for y in _both()(x)]
+        return jax.tree.map(np.asarray, compiled(run, *options)(*args))
+
+
+def of_cholesky(a):
+    ours = cholesky(a.transpose(1, 2, 0))[0].transpose(2, 0, 1)
+    return ours, jax.numpy.tril(ll.cholesky_p.bind(a))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 16])
@@ -46,7 +48,7 @@ def test_factors_are_as_near_as_the_librarys(dtype, n):
     assert len(names) == len(x)
     # What is above the diagonal is not read.
     x = np.where(np.tri(n, dtype=bool), x, x.dtype.type(np.nan))
-    ours, theirs = both(x)
+    ours, theirs = both(of_cholesky, x)
     assert ours.dtype == x.dtype
     fails = [np.isnan(y).any((-2, -1)) for y in (ours, theirs)]
     assert fails[1].any()
@@ -75,18 +77,9 @@ def test_a_matrix_that_fails_is_nan_below_the_diagonal_and_others_are_not():
 lu = functools.partial(lanes_last, "lu")
 
 
-@functools.cache
-def _both_of_lu():
-    def run(a):
-        ours = [jnp.moveaxis(x, -1, 0) for x in lu(jnp.moveaxis(a, 0, -1))]
-        return ours, ll.lu(a)
-
-    return jax.jit(run)
-
-
-def both_of_lu(x):
-    with jax.enable_x64(True):
-        return [[np.asarray(y) for y in of] for of in _both_of_lu()(x)]
+def of_lu(a):
+    ours = [jnp.moveaxis(x, -1, 0) for x in lu(jnp.moveaxis(a, 0, -1))]
+    return ours, ll.lu(a)
 
 
 def errors(x, factors):
@@ -105,7 +98,7 @@ def test_factors_are_as_near_as_the_librarys_of_lu(dtype, n):
     kinds = general(n, dtype)
     x = np.concatenate([*kinds.values()])
     names = np.repeat([*kinds], [*map(len, kinds.values())])
-    ours, theirs = both_of_lu(x)
+    ours, theirs = both(of_lu, x)
     assert [y.dtype for y in ours] == [y.dtype for y in theirs]
     mine, library = errors(x, ours), errors(x, theirs)
     for kind in kinds:
@@ -120,7 +113,7 @@ def test_factors_are_as_near_as_the_librarys_of_lu(dtype, n):
 @pytest.mark.parametrize("dtype", ["float32", "complex128"])
 def test_wrong_elements_stay_in_their_lane(dtype):
     x = with_wrong_elements(general(3, dtype)["random"])
-    ours, theirs = both_of_lu(x)
+    ours, theirs = both(of_lu, x)
     np.testing.assert_array_equal(np.isfinite(ours[0]).all((1, 2)), np.arange(len(x)) % 2 == 1)
     diagonals = [np.diagonal(y[0], axis1=1, axis2=2) for y in (ours, theirs)]
     with np.errstate(invalid="ignore", over="ignore"):
@@ -131,7 +124,7 @@ def test_wrong_elements_stay_in_their_lane(dtype):
 def test_matrices_that_are_not_square_and_ties():
     for shape in [(2, 4), (4, 2)]:
         x = np.random.default_rng(0).integers(-3, 4, (40, *shape)).astype("float32")
-        ours, theirs = both_of_lu(x)
+        ours, theirs = both(of_lu, x)
         np.testing.assert_array_equal(ours[2][:, 0], theirs[2][:, 0])
         assert errors(x, ours).max() <= 4 * max(errors(x, theirs).max(), 0.5)
 
@@ -139,18 +132,9 @@ def test_matrices_that_are_not_square_and_ties():
 qr = functools.partial(lanes_last, "qr")
 
 
-@functools.cache
-def _both_of_qr(full):
-    def run(a):
-        ours = qr(a.transpose(1, 2, 0), full_matrices=full, pivoting=False)
-        return [x.transpose(2, 0, 1) for x in ours], ll.qr(a, full_matrices=full)
-
-    return jax.jit(run)
-
-
-def both_of_qr(x, full):
-    with jax.enable_x64(True):
-        return jax.tree.map(np.asarray, _both_of_qr(full)(x))
+def of_qr(full, a):
+    ours = qr(a.transpose(1, 2, 0), full_matrices=full, pivoting=False)
+    return [x.transpose(2, 0, 1) for x in ours], ll.qr(a, full_matrices=full)
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (5, 3), (3, 5), (1, 1), (2, 1)])
@@ -164,7 +148,7 @@ def test_factors_are_the_librarys(dtype, full, shape):
     kinds = general(max(shape), dtype)
     x = np.concatenate([y[:, :m, :n] for y in kinds.values()]) + 0  # signs of zeros are not told
     names = np.repeat([*kinds], 4)
-    (q, r), (q0, r0) = both_of_qr(x, full)
+    (q, r), (q0, r0) = both(of_qr, x, options=(full,))
     assert (q.shape, r.shape, q.dtype) == (q0.shape, r0.shape, q0.dtype)
     assert (np.tril(r[:, :, :n], -1) == 0).all()
     results = [(q, r), (q0, r0)]
@@ -188,7 +172,7 @@ def test_factors_are_the_librarys(dtype, full, shape):
 
 def test_nan_is_where_the_library_has_it():
     x = with_wrong_elements(general(3, "float32")["random"])
-    (q, r), (q0, r0) = both_of_qr(x, False)
+    (q, r), (q0, r0) = both(of_qr, x, options=(False,))
     for ours, theirs in ((q, q0), (r, r0)):
         nan = np.isnan(x).any((1, 2))
         np.testing.assert_array_equal(np.isnan(ours)[nan], np.isnan(theirs)[nan])
@@ -202,19 +186,10 @@ def test_nan_is_where_the_library_has_it():
 svd = functools.partial(lanes_last, "svd")
 
 
-@functools.cache
-def _both_of_svd(full):
-    def run(a):
-        s, u, v = svd(a.transpose(1, 2, 0), full_matrices=full, compute_uv=True)
-        u0, s0, v0 = ll.svd(a, full_matrices=full)
-        return (u.transpose(2, 0, 1), s.T, v.transpose(2, 0, 1)), (u0, s0, v0)
-
-    return jax.jit(run)
-
-
-def both_of_svd(x, full):
-    with jax.enable_x64(True):
-        return jax.tree.map(np.asarray, _both_of_svd(full)(x))
+def of_svd(full, a):
+    s, u, v = svd(a.transpose(1, 2, 0), full_matrices=full, compute_uv=True)
+    u0, s0, v0 = ll.svd(a, full_matrices=full)
+    return (u.transpose(2, 0, 1), s.T, v.transpose(2, 0, 1)), (u0, s0, v0)
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (5, 3), (3, 5), (1, 1), (1, 3)])
@@ -226,7 +201,7 @@ def test_matrices_are_what_they_are_decomposed_into_as_the_librarys_are(dtype, f
     kinds = general(max(shape), dtype)
     x = np.concatenate([y[:, :m, :n] for y in kinds.values()])
     names = np.repeat([*kinds], 4)
-    results = both_of_svd(x, full)
+    results = both(of_svd, x, options=(full,))
     size = lambda y: [z.shape for z in y] + [z.dtype for z in y]
     assert size(results[0]) == size(results[1])
     apart, left, right = [], [], []
@@ -261,32 +236,18 @@ def test_what_is_not_finite_is_nan_in_its_lane_alone():
 triangular_solve = functools.partial(lanes_last, "triangular_solve")
 
 NAMES = ("left_side", "lower", "transpose_a", "conjugate_a", "unit_diagonal")
-WAYS = [
-    dict(zip(NAMES, values, strict=True)) for values in itertools.product([False, True], repeat=5)
-]
+WAYS = tuple(itertools.product([False, True], repeat=5))
 
 
-@functools.cache
-def _both_of_triangular_solve(ways):
-    def run(a, b, c):
-        last = lambda x: jnp.moveaxis(x, 0, -1)
-        ours, theirs = [], []
-        for way in ways:
-            way = dict(zip(NAMES, way, strict=True))
-            right = b if way["left_side"] else c
-            ours.append(jnp.moveaxis(triangular_solve(last(a), last(right), **way)[0], -1, 0))
-            theirs.append(ll.triangular_solve(a, right, **way))
-        return ours, theirs
-
-    return jax.jit(run)
-
-
-def both_of_triangular_solve(a, b, c, ways):
-    with jax.enable_x64(True):
-        of = _both_of_triangular_solve(tuple(tuple(way[name] for name in NAMES) for way in ways))(
-            a, b, c
-        )
-        return [[np.asarray(y) for y in side] for side in of]
+def of_triangular_solve(ways, a, b, c):
+    last = lambda x: jnp.moveaxis(x, 0, -1)
+    ours, theirs = [], []
+    for way in ways:
+        way = dict(zip(NAMES, way, strict=True))
+        right = b if way["left_side"] else c
+        ours.append(jnp.moveaxis(triangular_solve(last(a), last(right), **way)[0], -1, 0))
+        theirs.append(ll.triangular_solve(a, right, **way))
+    return ours, theirs
 
 
 def operand(a, way):
@@ -317,7 +278,9 @@ def test_solutions_are_as_near_as_the_librarys(dtype, third):
     x = np.concatenate([kinds[k] for k in kinds if k not in ("tiny", "huge")])
     b, c = np.tile(general(n, dtype, 1)["random"], (len(x) // 4, 1, 1)), x[::-1] + x.dtype.type(1)
     b, c = b[:, :, :3], c[:, :2]
-    for way, ours, theirs in zip(ways, *both_of_triangular_solve(x, b, c, ways), strict=True):
+    results = both(of_triangular_solve, x, b, c, options=(ways,))
+    for way, ours, theirs in zip(ways, *results, strict=True):
+        way = dict(zip(NAMES, way, strict=True))
         a, right = operand(x.copy(), way), b if way["left_side"] else c
         finite = [np.isfinite(y).all((1, 2)) for y in (ours, theirs)]
         np.testing.assert_array_equal(*finite, err_msg=way)
@@ -328,8 +291,8 @@ def test_solutions_are_as_near_as_the_librarys(dtype, third):
 def test_wrong_elements_stay_in_their_lane_and_the_other_triangle_is_not_read():
     a = with_wrong_elements(general(3, "float32")["random"])
     b = np.ones((len(a), 3, 1), "float32")
-    way = dict(zip(NAMES, [True, True, False, False, False], strict=True))
-    (ours,), (theirs,) = both_of_triangular_solve(a, b, b.swapaxes(1, 2), [way])
+    ways = ((True, True, False, False, False),)
+    (ours,), (theirs,) = both(of_triangular_solve, a, b, b.swapaxes(1, 2), options=(ways,))
     np.testing.assert_array_equal(np.isnan(ours), np.isnan(theirs))
     assert np.isnan(ours).any()
     assert np.isfinite(ours[1::2]).all()
@@ -344,19 +307,10 @@ def adjoint(x):
     return x.conj().swapaxes(-1, -2)
 
 
-@functools.cache
-def _both_of_eigh(lower):
-    def run(a):
-        v, w = eigh(a.transpose(1, 2, 0), lower=lower)
-        values, vectors = jnp.linalg.eigh(a, "L" if lower else "U", symmetrize_input=False)
-        return (v.transpose(2, 0, 1), w.T), (vectors, values)
-
-    return jax.jit(run)
-
-
-def both_of_eigh(x, lower=True):
-    with jax.enable_x64(True):
-        return jax.tree.map(np.asarray, _both_of_eigh(lower)(x))
+def of_eigh(lower, a):
+    v, w = eigh(a.transpose(1, 2, 0), lower=lower)
+    values, vectors = jnp.linalg.eigh(a, "L" if lower else "U", symmetrize_input=False)
+    return (v.transpose(2, 0, 1), w.T), (vectors, values)
 
 
 def hermitian(n, dtype):
@@ -382,7 +336,7 @@ def test_matrices_are_what_they_are_decomposed_into_as_the_librarys_are_of_eigh(
     full = x.copy()
     full[..., range(n), range(n)] = full[..., range(n), range(n)].real
     apart, oblique = [], []
-    for v, w in both_of_eigh(given):
+    for v, w in both(of_eigh, given, options=(True,)):
         assert (v.dtype, w.dtype) == (x.dtype, x.real.dtype)
         assert (np.diff(w, axis=1) >= 0).all()
         wide = v.astype(np.complex128) * w[:, None].astype(np.float64)
@@ -406,7 +360,7 @@ def test_small_eigenvalues_of_graded_definite_matrices_are_accurate(dtype):
     whole = half @ adjoint(half)
     grades = 2.0 ** -(np.arange(n) * (6 if dtype == "float32" else 16))
     x = (grades[:, None] * whole * grades).astype(dtype)
-    ours, theirs = both_of_eigh(x)
+    ours, theirs = both(of_eigh, x, options=(True,))
     # The product of all eigenvalues is the determinant: a whole number times powers of two.
     exact = np.round(np.linalg.det(whole)) * np.prod(grades) ** 2
     off = [np.abs(np.prod(w.astype(np.float64), 1) / exact - 1) for _, w in (ours, theirs)]
@@ -421,7 +375,7 @@ def test_one_triangle_is_read_and_a_lane_does_not_see_the_others(lower):
     n, dtype = 4, "complex64"
     x = hermitian(n, dtype)["random"]
     mixed = with_wrong_elements(x)
-    (v, w), _ = both_of_eigh(mixed, lower)
+    (v, w), _ = both(of_eigh, mixed, options=(lower,))
     there = np.tri(n, dtype=bool) if lower else np.tri(n, dtype=bool).T
     wrong = ~np.isfinite(np.where(there, mixed, 0)).all((1, 2))
     assert wrong.any()
@@ -430,7 +384,7 @@ def test_one_triangle_is_read_and_a_lane_does_not_see_the_others(lower):
     np.testing.assert_array_equal(np.isnan(v).all((1, 2)), wrong)
     # What a lane is with neighbors that are slower or wrong is what it is among its like.
     alike = np.where(wrong[:, None, None], 0, mixed)
-    (again, values), _ = both_of_eigh(alike, lower)
+    (again, values), _ = both(of_eigh, alike, options=(lower,))
     np.testing.assert_array_equal(v[~wrong], again[~wrong])
     np.testing.assert_array_equal(w[~wrong], values[~wrong])
 

@@ -134,11 +134,6 @@ def test_no_more_equations_than_jax(name):
     assert ours <= theirs
 
 
-def test_linear_branches_are_not_protected():
-    assert "safe_lanes" not in primitives(bx.vmap(SIMPLE["linear"]), P, X)
-    assert "safe_lanes" in primitives(bx.vmap(SIMPLE["curved"]), P, X)
-
-
 def test_common_branch_stays_a_branch():
     names = primitives(bx.vmap(SIMPLE["common"]), P, X)
     assert "cond" in names
@@ -183,21 +178,6 @@ def test_names_of_axes_in_a_branch_that_lanes_choose():
 
 
 # Effects.
-
-
-def test_ordered_effects_run_lane_after_lane():
-    seen = []
-
-    def f(x):
-        tell = lambda x: jax.experimental.io_callback(
-            lambda v: seen.append(float(v)), None, x, ordered=True
-        )
-        return lax.cond(x > 0, lambda: (tell(x), x * 2)[1], lambda: (tell(x - 10), x)[1])
-
-    x = jnp.array([1.0, -1.0, 2.0, -3.0])
-    same(bx.vmap(f)(x), jnp.array([2.0, -1.0, 4.0, -3.0]))
-    jax.effects_barrier()
-    assert seen == [1.0, -11.0, 2.0, -13.0]
 
 
 def test_order_and_collective_together_are_refused():

@@ -1,7 +1,5 @@
 """Calls of Python and of foreign functions, and runtime checks."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,23 +46,6 @@ def test_pure_callback(method, in_axes):
     if method == "expand_dims":
         x_lanes, y_lanes = (1 if a is None else 4 for a in in_axes)
         assert ours == [((x_lanes, 3), (y_lanes,))]
-
-
-def test_legacy_vectorized_leaves_unbatched_operands():
-    seen = []
-
-    def fun(x, y):
-        def call(x, y):
-            seen.append((x.shape, y.shape))
-            return np.asarray(x) + np.asarray(y)
-
-        return jax.pure_callback(
-            call, jax.ShapeDtypeStruct((3,), x.dtype), x, y, vmap_method="legacy_vectorized"
-        )
-
-    x, y = example((4, 3)), example((3,))
-    same(bx.vmap(fun, (0, None))(x, y), x + y)
-    assert seen == [((4, 3), (3,))]
 
 
 def test_pure_callback_of_unbatched_values_runs_once():
@@ -177,21 +158,6 @@ def test_ordered_calls_of_a_loop_whose_result_is_not_used_are_made_in_reverse_mo
     assert log.calls == [(0.0,)] * 2 + [(1.0,)] * 2
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap])
-def test_debug_callback(ordered, vmap):
-    log = Log()
-
-    def fun(x, y):
-        jax.debug.callback(log, y, ordered=ordered)
-        jax.debug.callback(log, x, y, ordered=ordered)
-        return x
-
-    vmap(fun, (1, None))(jnp.arange(6.0).reshape(2, 3), 7.0)
-    jax.effects_barrier()
-    assert log.calls == [(7.0,), *[([i, i + 3.0], 7.0) for i in range(3)]]
-
-
 @pytest.mark.parametrize("options", [{}, {"ordered": True}, {"partitioned": True}], ids=str)
 def test_debug_print(options, capsys):
     def fun(x):
@@ -223,16 +189,6 @@ def test_checks(jit):
     assert "x is -2.0, y is 2.0" in error.get()  # that of the first lane that fails
     error, _ = batched(jnp.array([1.0, 2.0, 3.0]), jnp.asarray(7.0))
     assert "y is 7.0" in error.get()
-
-
-def test_checks_where_only_the_message_is_batched():
-    def fun(x, ok):
-        checkify.check(ok, "x is {}", x)
-        return x
-
-    batched = checkify.checkify(bx.vmap(fun, (0, None)))
-    assert "x is 4.0" in batched(jnp.array([4.0, 5.0]), jnp.bool_(False))[0].get()
-    assert batched(jnp.array([4.0, 5.0]), jnp.bool_(True))[0].get() is None
 
 
 def test_checks_are_made_for_the_lanes_that_are_there():
@@ -304,25 +260,6 @@ def test_ffi_call(method, aliased):
         got = jax.jit(bx.vmap(fun, in_axis))(moved)
         same(got, jnp.linalg.cholesky(x))
     same(bx.vmap(bx.vmap(fun))(x[None])[0], jnp.linalg.cholesky(x))
-
-
-@pytest.mark.parametrize("method", [*METHODS, "legacy_vectorized"])
-def test_ffi_call_is_staged_as_jax_does(method):
-    """Shapes and layouts of a call with a batched and an unbatched operand."""
-    call = jax.ffi.ffi_call(
-        "unknown", jax.ShapeDtypeStruct((3, 2), jnp.float32), vmap_method=method
-    )
-    fun = functools.partial(lambda x, y: call(x, y, constant=1.0))
-    args = jnp.ones((4, 2)), jnp.ones((2, 3))
-    ours, theirs = (jax.make_jaxpr(v(fun, (0, None)))(*args) for v in (bx.vmap, jax.vmap))
-    if "sequential" in method:
-        assert [e.primitive.name for e in ours.eqns] == [e.primitive.name for e in theirs.eqns]
-        ours, theirs = (jaxpr.eqns[-1].params["jaxpr"] for jaxpr in (ours, theirs))
-    (ours,), (theirs,) = (
-        [e for e in jaxpr.eqns if e.primitive.name == "ffi_call"] for jaxpr in (ours, theirs)
-    )
-    assert [v.aval for v in ours.invars] == [v.aval for v in theirs.invars]
-    assert ours.params == theirs.params
 
 
 def test_ffi_call_that_does_not_say_how():

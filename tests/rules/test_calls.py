@@ -46,13 +46,6 @@ def test_jit_keeps_its_parameters():
     assert eqn.params["donated_invars"] == (False, True)
 
 
-def test_jit_is_batched_once_for_each_program():
-    inner = jax.jit(jnp.sin)
-    jaxpr = jax.make_jaxpr(bx.vmap(lambda x: inner(x) + inner(x * 2)))(X).jaxpr
-    first, second = (e.params["jaxpr"] for e in jaxpr.eqns if e.primitive.name == "jit")
-    assert first is second
-
-
 # checkpoint
 
 POLICIES = [

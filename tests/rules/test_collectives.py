@@ -108,11 +108,6 @@ def test_as_over_devices(names):
         jax.tree.map(same_type, {name: types[0][name] for name in known}, types[1])
 
 
-def test_one_by_one():
-    one, x = all_of(SOME), example((LANES, 4, 8))
-    same(bx.vmap(one, axis_name="i")(x), on_devices(one, x, ("i",), (LANES,)))
-
-
 @pytest.mark.parametrize("names", shares(COLLECTIVES, 2), ids=" ".join)
 def test_of_a_value_that_is_not_batched(names):
     one, x = all_of(names), example((4, 8))
@@ -249,14 +244,6 @@ def test_derivatives(names):
         same(results["got", name], results["expected", name], where=name)
 
 
-def test_derivative_of_pmax():
-    x = example((LANES, 3))
-    for f in (lax.pmax, lax.pmin):
-        reduce = jnp.max if f is lax.pmax else jnp.min
-        ours = jax.grad(lambda x: bx.vmap(lambda x: f(x, "i"), axis_name="i")(x).sum())
-        agree(ours, jax.grad(lambda x: LANES * reduce(x, 0).sum()), x)
-
-
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "bool", "bfloat16", "complex64"])
 def test_dtypes(dtype):
     x, one = example((300,), dtype, high=100), example((), dtype, high=100)
@@ -323,13 +310,6 @@ def test_innermost_name_wins():
 def test_lane_that_would_receive_twice():
     with pytest.raises(bx.AxisError, match="once"):
         bx.vmap(lambda x: lax.ppermute(x, "i", [(0, 1), (2, 1)]), axis_name="i")(jnp.ones(3))
-
-
-def test_no_lanes():
-    x = jnp.ones((0, 3))
-    f = lambda x: (lax.psum(x, "i"), lax.axis_index("i"), lax.ppermute(x, "i", []))
-    got = bx.vmap(f, (0,), axis_name="i")(x)
-    assert [y.shape for y in got] == [(0, 3), (0,), (0, 3)]
 
 
 @pytest.mark.parametrize("source", [1, 2])

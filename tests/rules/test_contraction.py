@@ -170,24 +170,6 @@ def test_many_products_in_a_step_and_short_columns_are_as_jax_has_them(layers, l
     assert shapes_handed_on(ours, w, x) == shapes_handed_on(theirs, w, x)
 
 
-def test_weak_type_is_kept():
-    def fun(i):
-        weak = jnp.broadcast_to(2.0 * i, (2,))
-        return lax.dot(weak, weak), lax.dot(weak, jnp.ones(2))
-
-    check(fun, jnp.arange(3), **VALUES_ONLY)
-
-
-@pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (0, None)])
-def test_no_lanes_and_no_elements(in_axes):
-    for size, inner in ((0, 4), (3, 0)):
-        args = [
-            jnp.ones(s if a is None else (size, *s))
-            for s, a in zip(((2, inner), (inner,)), in_axes, strict=True)
-        ]
-        agree(bx.vmap(jnp.matmul, in_axes), jax.vmap(jnp.matmul, in_axes), *args)
-
-
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
 def test_out_sharding_gains_the_batch_axis(in_axes):
     mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
@@ -303,11 +285,6 @@ def test_sizes_that_differ_along_other_dimensions(mode):
         check(fun, *args, in_axes=in_axes, against_jax=False, **VALUES_ONLY)
 
 
-def test_as_jax_where_jax_can():
-    args = operands_of_ragged_contraction("free", (0, 0, 0))
-    check(jax.jit(lax.ragged_dot), *args, **VALUES_ONLY)
-
-
 def test_under_a_second_vmap():
     x, y, sizes = operands_of_ragged_contraction("free", (0, 0, 0))
     twice = bx.vmap(bx.vmap(lax.ragged_dot, in_axes=(0, None, None)), in_axes=(None, 0, 0))
@@ -324,14 +301,6 @@ def test_derivatives_of_ragged_contraction(in_axes):
     quickly(fun, *args, in_axes=in_axes, against_jax=False)
 
 
-def test_dtypes():
-    for dtype in (jnp.bfloat16, jnp.int32):
-        x, y, sizes = operands_of_ragged_contraction("free", (0, None, 0))
-        args = x.astype(dtype), y.astype(dtype), sizes
-        fun = jax.jit(lambda *xs: lax.ragged_dot(*xs, preferred_element_type=jnp.float32))
-        check(fun, *args, in_axes=(0, None, 0), against_jax=False, **VALUES_ONLY)
-
-
 def test_an_operand_that_all_lanes_share_is_not_repeated():
     x, y, sizes = operands_of_ragged_contraction("free", (0, None, 0))
     jaxpr = jax.make_jaxpr(
@@ -339,12 +308,6 @@ def test_an_operand_that_all_lanes_share_is_not_repeated():
     )(x, y, sizes)
     (eqn,) = jaxpr.eqns
     assert eqn.invars[1].aval.shape == y.shape
-
-
-def test_no_lanes():
-    x, y, sizes = operands_of_ragged_contraction("free", (0, 0, 0))
-    got = bx.vmap(lax.ragged_dot)(x[:0], y[:0], sizes[:0])
-    same(got, jnp.zeros((0, 6, 5)))
 
 
 SHAPE = (2, 4, 6)
@@ -376,14 +339,3 @@ def test_transform(name, axis):
 def test_derivatives_of_fft(name):
     fun, dtype = transform(name)
     quickly(fun, batch(SHAPE, 3, dtype), in_axes=3, nested=True)
-
-
-def test_the_batch_axis_stays_where_it_is_before_the_transformed_dimensions():
-    x = batch(SHAPE, 1)
-    jaxpr = jax.make_jaxpr(bx.vmap(jnp.fft.rfft, in_axes=1, out_axes=1))(x)
-    assert "transpose" not in str(jaxpr)
-
-
-def test_no_lanes_of_fft():
-    x = jnp.zeros((0, 4))
-    agree(bx.vmap(jnp.fft.rfft), jax.vmap(jnp.fft.rfft), x)

@@ -90,29 +90,6 @@ def test_strides_padding_and_dilation(in_axes):
     check(fun, *args, in_axes=in_axes, **VALUES_ONLY)
 
 
-@pytest.mark.parametrize("n_spatial", [1, 3])
-@pytest.mark.parametrize("in_axes", SIDES)
-def test_numbers_of_spatial_dimensions(n_spatial, in_axes):
-    images, kernel = (2, 4) + (4,) * n_spatial, (3, 4) + (2,) * n_spatial
-    args = batch(images, in_axes[0]), batch(kernel, in_axes[1], seed=1)
-    check(convolution((1,) * n_spatial, "VALID"), *args, in_axes=in_axes, **VALUES_ONLY)
-
-
-@pytest.mark.parametrize("in_axes", SIDES)
-def test_dtypes(in_axes):
-    for dtype, options in (
-        (jnp.bfloat16, {"preferred_element_type": jnp.float32}),
-        (jnp.complex64, {}),
-        (jnp.int8, {"preferred_element_type": jnp.int32}),
-    ):
-        images, kernel, _ = GROUPS["plain"]
-        args = (
-            batch(images, in_axes[0], dtype=dtype),
-            batch(kernel, in_axes[1], dtype=dtype, seed=1),
-        )
-        check(convolution(**options), *args, in_axes=in_axes, **VALUES_ONLY)
-
-
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 def test_numbers_of_64_bits_of_one_lane_reach_no_other(dtype):
     """Compilers for CPUs multiply images of all lanes with kernels of all, most of them by zero."""
@@ -228,14 +205,6 @@ def test_the_memory_of_a_gradient_by_slices_is_that_of_operands():
     total = lambda x, w: jnp.sum(bx.vmap(convolution())(x, w))
     _, pull = jax.vjp(total, x, w)
     assert sum(leaf.size for leaf in jax.tree.leaves(pull)) <= x.size + w.size + 4
-
-
-def test_images_and_kernels_at_the_front_are_not_transposed():
-    images, kernel, _ = GROUPS["plain"]
-    for in_axes in ((0, None), (None, 0)):
-        args = batch(images, in_axes[0]), batch(kernel, in_axes[1])
-        jaxpr = jax.make_jaxpr(bx.vmap(convolution(), in_axes, in_axes.index(0)))(*args)
-        assert "transpose" not in str(jaxpr)
 
 
 PADDED = ((2, 1), (1, 1))

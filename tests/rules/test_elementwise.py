@@ -15,7 +15,7 @@ import batchax as bx
 from batchax._compat import find_primitive
 from batchax.kernel.registry import aligned
 
-from support.oracle import check, check_all, example, quickly, shares
+from support.oracle import check_all, example, quickly, shares
 
 F32, BF16, I32, U8, BOOL, C64 = map(
     jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64)
@@ -232,13 +232,6 @@ def test_nary_derivatives(names):
     check_all(cases, second=True, tolerance=dict(rtol=1e-4, atol=1e-4))
 
 
-def test_operations_one_by_one():
-    options = dict(derivatives=False, jit=False)
-    check(lax.sin, batch_of(UNARY["sin"], F32, (3,), 1), in_axes=1, **options)
-    x = draw(NARY["atan2"], F32, (B, 3))
-    check(lax.atan2, x, jnp.float32(2.0), in_axes=(0, None), **options)
-
-
 @pytest.mark.parametrize("scalar", [2, 2.0, True])
 def test_weak_types_of_python_scalars(scalar):
     ops = dict(add=operator.add, mul=operator.mul, max=jnp.maximum, pow=operator.pow,
@@ -249,20 +242,6 @@ def test_weak_types_of_python_scalars(scalar):
             cases[f"{name} of {x.dtype}"] = (partial(op, scalar), x, {})
             cases[f"{name} of {x.dtype} turned"] = (lambda x, op=op: op(x, scalar), x, {})
     check_all(cases, derivatives=False)
-
-
-def test_weakly_typed_operands_stay_weak():
-    x = jnp.broadcast_to(jnp.asarray(2.0), (3,))
-    assert jax.typeof(x).weak_type
-    for fun in (
-        jnp.sin,
-        lambda x: x + 1,
-        lambda x: lax.select(x > 0, x, x),
-        lambda x: lax.clamp(1.0, x, 3.0),
-    ):
-        out = jax.eval_shape(bx.vmap(fun), x)
-        assert out == jax.eval_shape(jax.vmap(fun), x)
-        assert out.weak_type
 
 
 SHAPES = [(), (3,), (1,), (2, 3), (1, 3), (2, 1), (1, 1)]
@@ -316,27 +295,6 @@ def test_select_and_clamp_of_any_axes(shapes, data):
     check_all({"any": (fun, *args, dict(in_axes=axes))}, derivatives=False, jit=False)
 
 
-CASTS = [("float32", "int8"), ("int8", "float32"), ("float32", "int32"), ("uint16", "uint32")]
-
-
-@pytest.mark.parametrize(("old", "new"), CASTS)
-def test_bitcast(old, new):
-    width = jnp.dtype(new).itemsize // jnp.dtype(old).itemsize
-    example_shape = (3, width) if width > 1 else (3, 2)
-    fun, cases = partial(lax.bitcast_convert_type, new_dtype=jnp.dtype(new)), {}
-    for axis in (0, 1, 2):
-        x = example((*example_shape[:axis], B, *example_shape[axis:]), jnp.dtype(old), high=99)
-        cases[str(axis)] = (fun, x, dict(in_axes=axis, against_jax=axis < 2 or width <= 1))
-    check_all(cases, derivatives=False)
-
-
-def test_bitcast_to_the_same_width_emits_one_operation():
-    jaxpr = jax.make_jaxpr(
-        bx.vmap(partial(lax.bitcast_convert_type, new_dtype=I32), in_axes=1, out_axes=1)
-    )(jnp.ones((3, B)))
-    assert [e.primitive.name for e in jaxpr.eqns] == ["bitcast_convert_type"]
-
-
 def test_sum_of_cotangents_of_which_one_is_shared():
     fun = lambda x, w: jax.vjp(lambda w: (w * x, jnp.sin(w)), w)[1]((x, jnp.ones_like(w)))
     quickly(fun, example((B, 3)), example((3,), seed=1), in_axes=(0, None), nested=True)
@@ -374,10 +332,3 @@ def test_shared_operands_are_not_repeated():
     jaxpr = jax.make_jaxpr(bx.vmap(lax.add, (0, None)))(jnp.ones((5, 3)), jnp.ones(3))
     *_, add = jaxpr.eqns
     assert sorted(v.aval.shape for v in add.invars) == [(1, 3), (5, 3)]
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (B, 0)])
-def test_empty(shape):
-    x = jnp.ones(shape)
-    assert bx.vmap(lambda x: lax.max(lax.sin(x), 2 * x))(x).shape == shape
-    assert bx.vmap(lambda x, y: x + y, (0, None))(x, jnp.ones(shape[1:])).shape == shape

@@ -64,6 +64,19 @@ def test_linear_parts_are_transposed(module, name, x64):
             assert of_gradient(bx.vmap, ruled(fun), types, **options) == expected
 
 
+@cases
+@pytest.mark.each_commit(60, "conv_general_dilated", "dot_general", "sort")
+def test_no_lanes(module, name):
+    fun, *types = RULES[module][name]
+    none = [jax.ShapeDtypeStruct((0, *t.shape[1:]), t.dtype) for t in types]
+    shapes = lambda vmap: jax.eval_shape(vmap(fun, axis_name=NAME), *none)
+    try:
+        expected = shapes(jax.vmap)
+    except Exception:
+        pytest.skip("JAX does not batch it")
+    assert shapes(bx.vmap) == expected
+
+
 @precisions
 @cases
 @pytest.mark.each_commit(60, "conv_general_dilated-double", "dot_general-double", "sort-single")

@@ -183,12 +183,6 @@ def test_carries_that_do_not_qualify():
     )
 
 
-def test_lanes_without_steps_and_no_lanes():
-    f = lambda n, x: lax.fori_loop(0, n, lambda i, x: x.at[i].set(0.0), x)
-    same(jax.jit(bx.vmap(f))(N * 0, X), X)
-    assert bx.vmap(f)(N[:0], X[:0]).shape == (0, SIZE)
-
-
 def test_compiled_loop_copies_nothing():
     f = lambda n, x: lax.fori_loop(0, n, lambda i, x: x.at[i].set(x[i] * 2), x)
     text = jax.jit(bx.vmap(f)).lower(N, X).compile().as_text()
@@ -208,53 +202,6 @@ def insertion_sort(n, x):
         return x.at[i + 1].set(key)
 
     return lax.fori_loop(1, n, insert, x)
-
-
-def sieve(n, x):
-    def outer(c):
-        p, prime = c
-        mark = lambda x: lax.while_loop(
-            lambda c: c[0] < 20 * n, lambda c: (c[0] + p, c[1].at[c[0]].set(False)), (p * p, x)
-        )[1]
-        return p + 1, lax.cond(prime[p], mark, lambda x: x, prime)
-
-    return lax.while_loop(lambda c: c[0] ** 2 < 20 * n, outer, (2, x > -9))
-
-
-def tree(n, x):
-    """The nodes of a tree in order, by a stack."""
-
-    def body(c):
-        size, stack, k, out = c
-        node, size = stack[size - 1], size - 1
-        out = out.at[k].set(node)
-        for child in (2 * node + 1, 2 * node):
-            push = lambda s, size=size, child=child: s.at[size].set(child)
-            stack = lax.cond(child <= n, push, lambda s: s, stack)
-            size = jnp.where(child <= n, size + 1, size)
-        return size, stack, k + 1, out
-
-    stack = jnp.zeros(SIZE, int).at[0].set(1)
-    return lax.while_loop(lambda c: c[0] > 0, body, (n.clip(0, 1), stack, 0, stack * 0))
-
-
-def union_find(n, x):
-    """Sets joined, the paths to their roots made shorter on the way."""
-
-    def root(parent, i):
-        def step(c):
-            i, parent = c
-            parent = parent.at[i].set(parent[parent[i]])
-            return parent[i], parent
-
-        return lax.while_loop(lambda c: c[1][c[0]] != c[0], step, (i, parent))
-
-    def join(k, parent):
-        a, parent = root(parent, k * 7 % 40)
-        b, parent = root(parent, k * k % 40)
-        return parent.at[a].set(b)
-
-    return lax.fori_loop(0, 4 * n, join, jnp.arange(SIZE))
 
 
 def search(n, x):
@@ -316,7 +263,7 @@ def with_branches(n, x):
 
 
 PROGRAMS = [
-    insertion_sort, sieve, tree, union_find, search, ring_buffer, in_a_scan, in_calls,
+    insertion_sort, search, ring_buffer, in_a_scan, in_calls,
     with_a_shared_loop, with_branches,
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ import batchax as bx
 
 from support.batches import on_axes
 from support.operations import no_more_operations, operations
-from support.oracle import at_once, check_all, example, quickly, same, same_type
+from support.oracle import check_all, example, quickly
 
 STARTS = jnp.array([0, 1, -1, 7])  # the last two out of range: slices are moved to fit
 
@@ -119,31 +119,6 @@ def test_weak_types_are_kept():
     x, i = np.asarray(example((4, 2))), np.arange(4)
     for f, args in ((fun, (x[0], i[0])), (bx.vmap(fun), (x, i))):
         assert [a.weak_type for a in jax.eval_shape(f, *args)] == [False, True]
-
-
-@pytest.mark.parametrize("size", [0, 1])
-def test_empty_batch_and_batch_of_one(size):
-    def fun(x, u, i, k):
-        return (
-            x[1:],
-            lax.dynamic_slice(x, (i, 0), (2, 2)),
-            lax.dynamic_slice(x, (k, 0), (2, 2)),
-            lax.dynamic_update_slice(x, u, (i, 0)),
-            lax.dynamic_update_slice(x, u, (k, k)),
-        )
-
-    x, u, i = jnp.zeros((3, size, 2)), jnp.ones((size, 2, 2)), jnp.zeros(size, int)
-    axes = (1, 0, 0, None)
-    got, expected = at_once(*[v(fun, in_axes=axes) for v in (bx.vmap, jax.vmap)])(x, u, i, 1)
-    same(got, expected)
-    jax.tree.map(same_type, got, expected)
-
-
-def test_empty_arrays():
-    def fun(x, i):
-        return lax.dynamic_slice(x, (i, 0), (2, 0)), lax.dynamic_update_slice(x, x[:1], (i, 0))
-
-    quickly(fun, jnp.zeros((4, 3, 0)), STARTS)
 
 
 @settings(max_examples=12)
@@ -284,14 +259,6 @@ def test_nothing_is_transposed_where_the_order_permits():
         batched = bx.vmap(fun, in_axes=in_axes, out_axes=(0, 2))
         counts = operations(batched, *args)
         assert counts["transpose"] == (in_axes == (2, 0, 2)), (in_axes, counts)
-
-
-def test_only_what_a_scatter_needs_is_broadcast():
-    fun = lambda x, i, u: x.at[i].add(u)
-    x, i, u = example((4, 3)), INDICES, example((4, 2))
-    counts = operations(bx.vmap(fun, in_axes=(0, None, 0)), x, i[0], u)
-    jaxs = operations(jax.vmap(fun, in_axes=(0, None, 0)), x, i[0], u)
-    assert counts == jaxs
 
 
 @settings(max_examples=10)

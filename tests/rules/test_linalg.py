@@ -15,7 +15,7 @@ from jax.scipy.sparse.linalg import bicgstab, cg, gmres
 import batchax as bx
 from batchax._compat import find_primitive
 
-from support.oracle import check, check_all, example, loop, loop_function, quickly, same, shares
+from support.oracle import check, check_all, example, loop, quickly, same, shares
 
 LOOSE = dict(rtol=2e-3, atol=2e-3)
 N = 3
@@ -45,7 +45,6 @@ def reflectors(x):
 # Each of one matrix. Vectors that LAPACK leaves free up to a phase enter by their moduli.
 DIFFERENTIABLE = {
     "cholesky": lambda x: ll.cholesky(positive(x)),
-    "cholesky_of_triangle": lambda x: ll.cholesky(positive(x), symmetrize_input=False),
     "lu": lambda x: ll.lu(x)[0],
     "qr": lambda x: ll.qr(x, full_matrices=False),
     "eigh": lambda x: (lambda v, w: (abs(v), w))(*ll.eigh(symmetric(x))),
@@ -53,13 +52,8 @@ DIFFERENTIABLE = {
     "eigvals": lambda x: jnp.linalg.eigvals(x).real.sum(),
     "solve": lambda x: jnp.linalg.solve(x, jnp.arange(1.0, N + 1)),
     "inv": jnp.linalg.inv,
-    "slogdet": jnp.linalg.slogdet,
-    "det": jnp.linalg.det,
     "pinv": jnp.linalg.pinv,
-    "lstsq": lambda x: jnp.linalg.lstsq(x, jnp.ones(N))[0],
-    "norm_2": lambda x: jnp.linalg.norm(x, 2),
     "cho_solve": lambda x: jsl.cho_solve(jsl.cho_factor(positive(x)), x),
-    "block_diag": lambda x: jsl.block_diag(x, 2 * x),
     "solve_triangular": lambda x: jsl.solve_triangular(x, x.T, lower=True, trans=1),
 }
 
@@ -73,11 +67,7 @@ VALUES_ONLY = {
     "tridiagonal": lambda x: ll.tridiagonal(symmetric(x))[1:3],
     "symmetric_product": lambda x: jnp.tril(ll.symmetric_product(x, symmetric(x))),
     "qr_pivoting": lambda x: ll.qr(x, pivoting=True),
-    "expm": jsl.expm,
     "sqrtm": lambda x: jsl.sqrtm(positive(x)).real,
-    "matrix_rank": jnp.linalg.matrix_rank,
-    "cond": jnp.linalg.cond,
-    "polar": lambda x: jsl.polar(x, method="svd"),
 }
 
 
@@ -89,14 +79,14 @@ def bind_eig(x):
 COMPILED = dict(tolerance=LOOSE, jit=False, unrolled=False)
 
 
-@pytest.mark.parametrize("names", shares(DIFFERENTIABLE, 4), ids=" ".join)
+@pytest.mark.parametrize("names", shares(DIFFERENTIABLE, 3), ids=" ".join)
 @pytest.mark.each_commit(2)
 def test_of_a_matrix_with_derivatives(names):
     cases = {name: (jax.jit(DIFFERENTIABLE[name]), matrices(2), {}) for name in names}
     check_all(cases, **COMPILED)
 
 
-@pytest.mark.parametrize("names", shares(VALUES_ONLY, 3), ids=" ".join)
+@pytest.mark.parametrize("names", shares(VALUES_ONLY, 2), ids=" ".join)
 def test_of_a_matrix(names):
     cases = {name: (jax.jit(VALUES_ONLY[name]), matrices(2), {}) for name in names}
     check_all(cases, derivatives=False, **COMPILED)
@@ -114,10 +104,6 @@ def test_every_axis():
         own = dict(in_axes=in_axis, out_axes=out_axis, nested=in_axis == 2)
         cases[str((in_axis, out_axis))] = (fun, placed(matrices(2), in_axis), own)
     check_all(cases)
-
-
-def test_second_derivatives():
-    quickly(jax.jit(jnp.linalg.inv), matrices(2), second=True, tolerance=LOOSE)
 
 
 def test_leading_dimensions_of_the_example_are_left_where_they_are():
@@ -148,14 +134,6 @@ def test_triangular_solve(params, in_axes):
     args = [x if i is None else placed(x, i) for x, i in zip((a, b), in_axes, strict=True)]
     fun = jax.jit(lambda a, b: ll.triangular_solve(a, b, **params))
     check_all({"solve": (fun, *args, dict(in_axes=in_axes))}, derivatives=False, **COMPILED)
-
-
-@pytest.mark.parametrize("left_side", [True, False])
-@pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (0, None)])
-def test_triangular_solve_derivatives(left_side, in_axes):
-    args = [matrices(2, seed=i) if a == 0 else matrices(seed=i) for i, a in enumerate(in_axes)]
-    fun = jax.jit(lambda a, b: ll.triangular_solve(a, b, left_side=left_side, lower=True))
-    quickly(fun, *args, in_axes=in_axes, second=in_axes == (None, 0), tolerance=LOOSE)
 
 
 def test_shared_matrix_is_not_repeated():
@@ -219,20 +197,6 @@ def test_geqp3_operands_batched_in_part():
     x, pivots = matrices(2), jnp.zeros(N, jnp.int32)
     fun = jax.jit(bind("geqp3", use_magma=None))
     same(bx.vmap(fun, (0, None))(x, pivots), loop(fun, (x, pivots), (0, None)), LOOSE)
-
-
-def test_a_singular_lane_leaves_the_others_alone():
-    x = jnp.stack([-jnp.eye(N), jnp.eye(N)])
-    got = bx.vmap(lambda x: ll.cholesky(x))(x)
-    assert np.isnan(got[0]).any()
-    same(got[1], jnp.eye(N))
-
-
-@pytest.mark.parametrize("shape", [(0, N, N), (2, 0, 0)])
-def test_empty(shape):
-    x = jnp.ones(shape)
-    assert bx.vmap(jnp.linalg.inv)(x).shape == shape
-    assert bx.vmap(lambda x: ll.triangular_solve(jnp.eye(shape[1]), x))(x).shape == shape
 
 
 def matrices_of_solvers(*lead, seed=0):
@@ -380,9 +344,3 @@ def test_minimize():
     got = jax.jit(bx.vmap(minimum))(p)
     np.testing.assert_allclose(got, jnp.stack([p, p**2], 1), atol=2e-2)
     same(got, jax.jit(jax.vmap(minimum))(p), LOOSE)
-
-
-def test_gradient_of_a_matrix_shared_by_all_lanes():
-    a, b = matrices_of_solvers(), vectors(2)
-    total = lambda vmapped: jax.jit(jax.grad(lambda a: (vmapped(a, b) ** 2).sum()))(a)
-    same(total(bx.vmap(dense, (None, 0))), total(loop_function(dense, (None, 0), 0)), LOOSE)

@@ -215,28 +215,6 @@ def test_each_loop_of_a_nest_is_batched_once(divergence, monkeypatch):
     assert len(batched) == 4
 
 
-def test_zero_lanes():
-    f = lambda n, x: lax.fori_loop(
-        0, n, lambda i, c: c + lax.while_loop(lambda c: c < 3, lambda c: c + 1, c), x
-    )
-    assert bx.vmap(f)(jnp.zeros(0, int), jnp.zeros(0)).shape == (0,)
-
-
-def test_ordered_effects_run_lane_after_lane():
-    seen = []
-
-    def f(n):
-        def body(c):
-            jax.experimental.io_callback(lambda v: seen.append(int(v)), None, c, ordered=True)
-            return c - 1
-
-        return lax.while_loop(lambda c: c % 10 > 0, body, n)
-
-    same(bx.vmap(f)(jnp.array([13, 20, 32])), jnp.array([10, 20, 30]))
-    jax.effects_barrier()
-    assert seen == [13, 12, 11, 32, 31]
-
-
 def test_reference_that_predicate_and_body_read():
     def f(n):
         r = jax.new_ref(n)

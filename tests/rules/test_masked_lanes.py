@@ -8,7 +8,6 @@ import jax.scipy.linalg as jsl
 import numpy as np
 import pytest
 from jax import lax
-from jax.lax import linalg as ll
 
 import batchax as bx
 from batchax.analysis.thresholds import TABLE
@@ -16,7 +15,6 @@ from batchax.divergence.runner import Runner
 from batchax.rules.linalg import least_lanes
 from batchax.rules.masking import safe_lanes
 
-from support.compiled import check_compiled
 from support.oracle import agree, at_once, example, in_turn, same
 
 # Each function is fine where x > 0; for other lanes it or its derivative is NaN or inf.
@@ -86,14 +84,6 @@ def test_shared_operand_alone_is_untouched_unless_some_lane_takes_the_branch():
 
     assert gradient(np.zeros(3, bool)) == 0.0
     assert gradient(np.array([True, False, False])) == np.inf
-
-
-def test_shared_weight_stays_one_matrix():
-    f = lambda x, w: lax.cond(x[0] > 0, lambda: jnp.tanh(w @ x), lambda: x)
-    x, w = example((4, 3)), example((3, 3))
-    text = str(jax.make_jaxpr(bx.vmap(f, in_axes=(0, None)))(x, w))
-    assert "4,3,3" not in text
-    check_compiled(f, x, w, in_axes=(0, None))
 
 
 # Functions whose derivative is the same everywhere: they need no protection.
@@ -290,26 +280,6 @@ def test_finished_lane_leaks_no_nan_into_tangents():
 # The primitive by itself.
 
 
-def safe_lanes_plainly(active, x, depth):
-    active, x = np.asarray(active).any(axis=tuple(range(depth, np.ndim(active)))), np.asarray(x)
-    if depth == 0:
-        return x
-    first = np.unravel_index(int(np.argmax(active)), active.shape)
-    return np.where(active.reshape(active.shape + (1,) * (x.ndim - depth)), x, x[first])
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "int32", "bool", "bfloat16", "complex64"])
-def test_values(depth, dtype):
-    x = example((2, 3, 2), dtype)
-    compiled = jax.jit(safe_lanes, static_argnums=2)
-    for active in ([[0, 0, 0], [0, 1, 0]], [[0] * 3] * 2, [[1] * 3] * 2):
-        active = np.array(active, bool)
-        got = compiled(active, x, depth)
-        same(got, safe_lanes_plainly(active, x, depth))
-        assert jax.typeof(got) == jax.typeof(x)
-
-
 @pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap])
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0), (None, 1), (1, 2)])
 @pytest.mark.parametrize("depth", [0, 1])
@@ -420,55 +390,36 @@ CHOICES = {
     "eigh": lambda x: LA.eigh(x["s"]),
     "eigh of upper": lambda x: LA.eigh(x["s"], UPLO="U")[1],
     "eigh of complex": lambda x: LA.eigh(complex_of(x)),
-    "eigenvector of the least": lambda x: LA.eigh(x["s"])[1][:, 0],
-    "jsl.eigh": lambda x: jsl.eigh(x["s"]),
     "svd": lambda x: LA.svd(x["a"]),
     "svd, thin": lambda x: LA.svd(x["a"][:, :2], full_matrices=False),
     "svd, wide": lambda x: LA.svd(x["a"][:2]),
-    "svd, vectors": lambda x: jsl.svd(x["a"])[2],
-    "null space": lambda x: LA.svd(x["a"])[2][-1],
     "qr": lambda x: LA.qr(x["a"]),
     "qr, complete": lambda x: LA.qr(x["a"][:, :2], mode="complete")[0],
-    "orthonormal basis": lambda x: jsl.qr(x["a"], mode="economic")[0],
-    "polar": lambda x: jsl.polar(x["a"], method="svd"),
-    "gradient of eigvalsh": gradient(lambda x: LA.eigvalsh(x["s"])),
     "gradient of an eigenvector": gradient(lambda x: LA.eigh(x["s"])[1][0]),
-    "gradient of svdvals": gradient(lambda x: LA.svdvals(x["a"])),
 }
 # What is unique of whatever matrices, and so is computed together.
 UNIQUE = {
     "eigvalsh": lambda x: LA.eigvalsh(x["s"]),
     "eigvalsh of complex": lambda x: LA.eigvalsh(complex_of(x)),
     "svdvals": lambda x: LA.svdvals(x["a"]),
-    "values of svd": lambda x: LA.svd(x["a"])[1],
-    "matrix_rank": lambda x: LA.matrix_rank(x["a"]),
     "norms": lambda x: (LA.norm(x["a"], 2), LA.norm(x["a"], "nuc")),
     "pinv": lambda x: LA.pinv(x["a"]),
-    "pinv, hermitian": lambda x: LA.pinv(x["s"], hermitian=True),
     "det": lambda x: LA.det(x["a"]),
 }
 # Of matrices far from singular, of which rounding makes no more than rounding.
 REGULAR = {
     "qr, upper": lambda x: LA.qr(x["r"], mode="r"),
     "lu": lambda x: jsl.lu(x["r"]),
-    "lu_factor": lambda x: jsl.lu_factor(x["r"]),
-    "permutation": lambda x: ll.lu(x["r"])[2],
-    "slogdet": lambda x: LA.slogdet(x["r"]),
-    "inv": lambda x: LA.inv(x["r"]),
     "solve": lambda x: LA.solve(x["r"], x["p"]),
-    "solve of definite": lambda x: jsl.solve(x["p"], x["r"], assume_a="pos"),
-    "lstsq": lambda x: LA.lstsq(x["r"], x["p"])[0],
     "cond": lambda x: LA.cond(x["r"]),
     "cholesky": lambda x: LA.cholesky(x["p"]),
     "solve_triangular": lambda x: jsl.solve_triangular(x["r"], x["p"], lower=True),
     "expm": lambda x: jsl.expm(x["r"]),
-    "whitened": lambda x: jsl.solve_triangular(LA.cholesky(x["p"]), x["r"], lower=True),
     "gradient of inv": gradient(lambda x: LA.inv(x["r"])),
-    "gradient of pinv": gradient(lambda x: LA.pinv(x["r"])),
     "gradient of slogdet": gradient(lambda x: LA.slogdet(x["p"])[1]),
 }
 FUNCTIONS = CHOICES | UNIQUE | REGULAR
-PARTS = 6
+PARTS = 4
 
 
 def of_part(part):

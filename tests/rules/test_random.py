@@ -11,12 +11,11 @@ import batchax as bx
 from batchax._compat import find_primitive
 from batchax.rules import random
 
-from support.oracle import agree, in_turn, same, shares, together
+from support.oracle import agree, in_turn, same, shares
 
 COUNTER_BASED = ["threefry2x32", "threefry4x32", "philox2x32", "philox4x32"]
 IMPLEMENTATIONS = [*COUNTER_BASED, "rbg", "unsafe_rbg"]
 B = 2
-COV = np.array([[2.0, 0.3], [0.3, 1.0]], np.float32)
 ONES = np.ones(2, np.float32)
 
 BITS = {
@@ -28,7 +27,7 @@ BITS = {
     "many_keys": lambda k: jax.vmap(lambda k: jr.bits(k, (2,)))(jr.split(k, 2)),
 }
 
-# `f` draws from chisquare, `ball` from generalized_normal, `beta` from loggamma, `categorical` from
+# `ball` draws from generalized_normal, `beta` from loggamma, `categorical` from
 # gumbel: what those draw from is not drawn again, since a gamma takes long to compile. `test_gamma`
 # has gammas of several shapes.
 SAMPLERS = {
@@ -37,38 +36,18 @@ SAMPLERS = {
     "beta": lambda k: jr.beta(k, 0.7, 2.0),
     "binomial": lambda k: jr.binomial(k, 9.0, 0.3),
     "categorical": lambda k: jr.categorical(k, jnp.arange(4.0), shape=(3,)),
-    "cauchy": lambda k: jr.cauchy(k, (2,)),
     "choice": lambda k: jr.choice(k, 6, (3,), replace=False),
     "choice_p": lambda k: jr.choice(k, 4, (3,), p=jnp.array([0.1, 0.2, 0.3, 0.4])),
     "dirichlet": lambda k: jr.dirichlet(k, ONES),
-    "double_sided_maxwell": lambda k: jr.double_sided_maxwell(k, 0.1, 2.0),
-    "exponential": lambda k: jr.exponential(k, (2,)),
-    "f": lambda k: jr.f(k, 2.0, 3.0),
-    "geometric": lambda k: jr.geometric(k, 0.3),
-    "laplace": lambda k: jr.laplace(k, (2,)),
-    "logistic": lambda k: jr.logistic(k, (2,)),
-    "lognormal": lambda k: jr.lognormal(k, 0.5),
-    "maxwell": lambda k: jr.maxwell(k, (2,)),
-    "multinomial": lambda k: jr.multinomial(k, 5.0, jnp.array([0.2, 0.3, 0.5])),
-    "multivariate_normal": lambda k: jr.multivariate_normal(k, ONES, COV),
     "normal": lambda k: jr.normal(k, (2,)),
     "normal_bfloat16": lambda k: jr.normal(k, (2,), jnp.bfloat16),
-    "normal_complex": lambda k: jr.normal(k, (2,), jnp.complex64),
     "orthogonal": lambda k: abs(jr.orthogonal(k, 2)),
-    "pareto": lambda k: jr.pareto(k, 2.0),
     "permutation": lambda k: jr.permutation(k, 5),
-    "permutation_of_rows": lambda k: jr.permutation(k, COV, independent=True),
     "poisson": lambda k: jr.poisson(k, 4.0),
     "poisson_large": lambda k: jr.poisson(k, 40.0),
-    "rademacher": lambda k: jr.rademacher(k, (3,)),
     "randint": lambda k: jr.randint(k, (3,), -5, 100),
-    "rayleigh": lambda k: jr.rayleigh(k, 2.0),
-    "t": lambda k: jr.t(k, 3.0),
-    "triangular": lambda k: jr.triangular(k, 0.0, 0.5, 1.0),
     "truncated_normal": lambda k: jr.truncated_normal(k, -1.0, 0.5, (2,)),
     "uniform": lambda k: jr.uniform(k, (3,)),
-    "wald": lambda k: jr.wald(k, 0.7),
-    "weibull_min": lambda k: jr.weibull_min(k, 1.2, 0.8),
 }
 
 
@@ -106,15 +85,10 @@ def test_bits(impl):
     all_alone(of_keys(BITS, keys_of(impl)))
 
 
-@pytest.mark.parametrize("names", shares(SAMPLERS, 10), ids=" ".join)
+@pytest.mark.parametrize("names", shares(SAMPLERS, 5), ids=" ".join)
 @pytest.mark.each_commit(2)
 def test_samplers(names):
     all_alone(of_keys({name: SAMPLERS[name] for name in names}, keys_of("threefry2x32")))
-
-
-def test_samplers_of_streams():
-    names = ["dirichlet", "normal", "categorical", "randint", "permutation"]
-    all_alone(of_keys({name: SAMPLERS[name] for name in names}, keys_of("unsafe_rbg")))
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -151,15 +125,6 @@ def test_rng_uniform_draws_for_each_lane_within_its_bounds():
     assert x.shape == (4, 50)
     assert ((x >= low[:, None]) & (x < low[:, None] + 1)).all()
     assert len(np.unique(x % 1)) > 100
-
-
-def test_no_lanes():
-    for impl in IMPLEMENTATIONS:
-        keys = jax.eval_shape(lambda impl=impl: keys_of(impl)[:0])
-        drawn = jax.eval_shape(bx.vmap(together(BITS)), keys)
-        assert drawn["bits"].shape == (0, 2, 3)
-        assert drawn["split"].shape == (0, 2, 2)
-        assert bx.vmap(BITS["bits"])(keys_of(impl)[:0]).shape == (0, 2, 3)
 
 
 @pytest.mark.parametrize("in_axes", [(0, 1), (None, 0), (0, None)])

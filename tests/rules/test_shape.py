@@ -1,7 +1,6 @@
 """Primitives that arrange elements, against the loop over examples."""
 
 import itertools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import batchax as bx
 
 from support.operations import no_more_operations, operations
-from support.oracle import at_once, check, check_all, example, quickly, same, same_type, shares
+from support.oracle import check, check_all, example, quickly, same, same_type, shares
 
 # Functions of one array of shape (2, 3).
 ONE_ARRAY = {
@@ -192,18 +191,6 @@ def test_padding_with_infinity_reaches_no_gradient():
     same(got, (jnp.ones((4, 3)), jnp.zeros(4)))
 
 
-def test_select_against_a_number():
-    fun = lambda p, x: (jnp.where(p, x, 0.0), jnp.where(x > 0, p, x), jnp.where(p, 1.0, 2.0))
-    p, x = jnp.array([True, False, True, True]), example((4, 3))
-    one = dict(in_axes=(None, 0), out_axes=(0, 0, None))
-    cases = {
-        "of each lane": (fun, p, x, dict(nested=True)),
-        "of arrays that lanes share": (fun, p, example((3,)), dict(in_axes=(0, None))),
-        "by what lanes share": (fun, jnp.array(True), x, one),
-    }
-    check_all(cases)
-
-
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int32, jnp.bfloat16])
 def test_bitcast_to_another_width(dtype):
     width = 16 // jax.dtypes.itemsize_bits(dtype)
@@ -254,21 +241,6 @@ def test_sharding_in_types():
         got, expected = bx.vmap(fun)(x, flags), jax.vmap(fun)(x, flags)
         same(got, expected)
         jax.tree.map(same_type, got, expected)
-
-
-def test_empty_batch_and_empty_arrays():
-    def fun(x):
-        y = jnp.concatenate([x, x])
-        return y, y.reshape(-1, 2), x.T, jnp.stack([x, x], 1), lax.pad(x, 0.0, [(1, 0, 0)] * 2)
-
-    got, expected = [], []
-    for shape, axis, size in itertools.product(((3, 2), (0, 2)), (0, 1), (0, 4)):
-        x = jnp.zeros((*shape[:axis], size, *shape[axis:]))
-        got.append(partial(bx.vmap(fun, axis), x))
-        expected.append(partial(jax.vmap(fun, axis), x))
-    got, expected = at_once(*got)(), at_once(*expected)()
-    same(got, expected)
-    same(bx.vmap(fun)(jnp.zeros((0, 3, 2))), expected[0])
 
 
 def test_layout_changes_move_nothing():

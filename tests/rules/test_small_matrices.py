@@ -261,24 +261,6 @@ def test_lanes_that_are_not_finite_get_what_the_library_makes_of_them():
         np.testing.assert_array_equal(x[~bad], y[~bad])
 
 
-@pytest.mark.parametrize("primitive", pays.GAINS)
-def test_few_matrices_are_the_librarys_as_they_gain_nothing_in_so_many_calls(
-    primitive, monkeypatch
-):
-    def least(calls, dtype, rows, in_loop=0):
-        monkeypatch.setattr(pays, "CALLS", calls)
-        enough = [pays.of_library(primitive, dtype, rows, 2**k, in_loop) for k in range(20)]
-        assert enough == sorted(enough)
-        return 2 ** enough.index(True)
-
-    for dtype in ("float32", "float64", "complex64", "complex128"):
-        assert 1000 <= least(100, dtype, 3) < least(7, dtype, 3)
-        assert 64 <= least(100, dtype, 3, in_loop=80) < least(100, dtype, 3)
-        assert not pays.of_library(primitive, dtype, 17, 2**20, False)
-        assert not pays.of_library(primitive, dtype, 0, 2**20, False)
-    assert not pays.of_library(primitive, "float16", 4, 2**20, False)
-
-
 def test_outside_of_jit_and_with_jit_disabled():
     f, xs = jnp.linalg.cholesky, jnp.asarray(definite(LANES))
     expected = np.linalg.cholesky(xs)

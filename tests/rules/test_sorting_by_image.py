@@ -32,12 +32,6 @@ def test_bits_are_those_of_lax_sort(dtype, zeros):
         np.testing.assert_array_equal(bits(mine), bits(theirs))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint32", "bool"])
-def test_integers(dtype):
-    x = jnp.asarray(np.random.default_rng(1).integers(0, 100, (4, 9)), dtype)
-    np.testing.assert_array_equal(bx.vmap(jnp.sort)(x), np.sort(np.asarray(x)))
-
-
 def test_derivatives_and_what_reaches_sort():
     x = jnp.asarray(np.random.default_rng(2).normal(size=(600, 9)), jnp.float32)
 

@@ -76,18 +76,6 @@ def test_bits_are_those_of_lax_sort(x64):
             np.testing.assert_array_equal(bits(x), bits(y))
 
 
-def test_of_equal_keys_the_rest_stays_with_its_own():
-    """Not stable: any order of equals, but each with what it had."""
-    x, y = keys("int8", 9, 16), jnp.asarray(RNG.permuted(np.tile(np.arange(16), (9, 1)), axis=1))
-    pairs = bx.vmap(lambda *xs: lax.sort(xs, num_keys=1, is_stable=False))(x, y)
-    assert np.array_equal(pairs[0], np.sort(x, 1))
-    for k in range(len(x)):
-        mine, given = (
-            {*zip(a[k].tolist(), b[k].tolist(), strict=True)} for a, b in (pairs, (x, y))
-        )
-        assert mine == given
-
-
 def test_derivatives_nests_meshes_and_what_lanes_share():
     x = jnp.asarray(RNG.normal(size=(4, 6, 5)), jnp.float32)
     weights = jnp.asarray(RNG.normal(size=5), jnp.float32)
