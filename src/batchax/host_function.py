@@ -14,14 +14,14 @@ from batchax import _compat
 from batchax.errors import AxisError
 from batchax.frontend.batched import Batched
 from batchax.frontend.options import check_callable, check_count, wraps
-from batchax.jaxprs.types import Value, Values
+from batchax.jaxprs.types import Tree, Value, Values
 
 P = ParamSpec("P")
 
 
 @_compat.api_boundary
 def host_function(
-    fun: Callable[P, Any], out_type: Any, *, threads: int = 1
+    fun: Callable[P, Any], out_type: Tree, *, threads: int = 1
 ) -> Batched[P, Any, Any]:
     """Makes a Python function of one example callable from JAX, over any batch.
 
@@ -60,7 +60,7 @@ def host_function(
 
     @wraps(fun)
     @_compat.api_boundary
-    def on_host(*args: Any) -> Any:
+    def on_host(*args: Any) -> Tree:
         # A model is a pytree of types that may be called.
         called = callable(out_type) and jax.tree_util.all_leaves([out_type])
         out_types = out_type(*args) if called else out_type
@@ -76,14 +76,14 @@ def host_function(
     return cast(Any, on_host)
 
 
-def _type(x: Value) -> Any:
+def _type(x: Value) -> jax.ShapeDtypeStruct:
     t = x if hasattr(x, "dtype") else jax.typeof(x)
     return jax.ShapeDtypeStruct(t.shape, t.dtype)
 
 
 def _on_lanes(
-    fun: Callable[..., Any], threads: int, ranks: Sequence[int], out_types: Any, *args: Any
-) -> Any:
+    fun: Callable[..., Any], threads: int, ranks: Sequence[int], out_types: Tree, *args: Any
+) -> Tree:
     """`fun` for each lane of arguments with any number of batch axes in front."""
     leaves, structure = jax.tree.flatten(args)
     leaves = [np.asarray(x) for x in leaves]
@@ -118,8 +118,8 @@ def _store(
     fun: Callable[..., Any],
     outs: Values,
     lane: tuple[int, ...],
-    result: Any,
-    structure: Any,
+    result: Tree,
+    structure: object,
 ) -> None:
     name = getattr(fun, "__name__", "the function")
     leaves, got = jax.tree.flatten(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ import numpy as np
 from batchax import _compat
 from batchax.datasets.addresses import Address, address
 from batchax.datasets.arrays import Sliced
-from batchax.datasets.engines.engine import find_engine
+from batchax.datasets.engines.engine import DaskClient, find_engine
 from batchax.datasets.row_function import RowFunction
 from batchax.datasets.run import How, Report, check_batch_size, check_key, of_this_process, run
 from batchax.datasets.store import kind_of
@@ -33,7 +34,7 @@ from batchax.frontend.options import (
 )
 from batchax.frontend.outputs import check_out_axes
 from batchax.jaxprs.error_format import brief
-from batchax.jaxprs.types import AxesTree
+from batchax.jaxprs.types import AxesTree, Tree
 
 _ON_ERROR = ("raise", "quarantine")
 
@@ -42,16 +43,16 @@ _ON_ERROR = ("raise", "quarantine")
 @translate_argument_names
 def map(
     fun: Callable[..., Any],
-    *arrays: Any,
+    *arrays: Tree,
     out: str | Path | None = None,
     in_axes: AxesTree = 0,
     out_axes: AxesTree = 0,
     batch_size: int | Literal["auto"] = "auto",
     memory_limit: int | str | None = None,
     commit_rows: int | None = None,
-    executor: Any = None,
+    executor: str | Executor | DaskClient | None = None,
     mesh: Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None = None,
-    key: Any = None,
+    key: jax.Array | None = None,
     divergence: Literal["auto", "predicate", "compact", "serial"] | Compact = "auto",
     small_matrices: Literal["auto", "library", "vectorized"] = "auto",
     on_error: Literal["raise", "quarantine"] = "raise",
@@ -172,12 +173,18 @@ def map(
     kind = kind_of(out)  # raises for other values before any work
     named = None if out is None else address(out, "out")
     place = _from_anywhere(named)
-    _check_options(batch_size, commit_rows, on_error, on_nonfinite, resume)
+    check_batch_size(batch_size)
+    check_count("commit_rows", commit_rows, 1, or_none=True)
+    check_one_of("on_error", on_error, *_ON_ERROR)
+    check_one_of("on_nonfinite", on_nonfinite, *_ON_ERROR, None)
+    check_one_of("resume", resume, "auto", "never", "extend")
     check_count("max_errors", max_errors, or_none=True)
     check_count("max_consecutive_errors", max_consecutive_errors, or_none=True)
     check_count("retries", retries)
     check_one_of("inputs_by", inputs_by, "file", "content")
-    _check_version_and_progress(version, progress)
+    if not (version is None or isinstance(version, str)):
+        raise ArgumentTypeError(f"version must be a string or None, got {brief(version)}.")
+    check_progress(progress, "rows")
     check_flags(batched=batched, retry_quarantined=retry_quarantined, overwrite=overwrite)
     check_key(fun, key, len(arrays))
     engine = find_engine(executor, place)
@@ -229,7 +236,7 @@ def _from_anywhere(named: Address | None) -> Address | None:
         ) from error
 
 
-def _check_streams(function: RowFunction, executor: Any, stream_id: Any) -> None:
+def _check_streams(function: RowFunction, executor: object, stream_id: object) -> None:
     streams = function.inputs.streams
     if not (stream_id is None or isinstance(stream_id, str)):
         raise ArgumentTypeError(f"stream_id must be a string or None, and is {brief(stream_id)}.")
@@ -246,7 +253,7 @@ def _check_streams(function: RowFunction, executor: Any, stream_id: Any) -> None
         )
 
 
-def _check_apart(out: Any, place: Address | None, function: RowFunction) -> None:
+def _check_apart(out: object, place: Address | None, function: RowFunction) -> None:
     """An input that holds the output changes with it, and the job could not go on."""
     if place is None:
         return
@@ -260,7 +267,7 @@ def _check_apart(out: Any, place: Address | None, function: RowFunction) -> None
 
 
 def _check_overwritten(
-    out: Any, place: Address | None, arrays: Any, function: RowFunction, shard: str | None
+    out: object, place: Address | None, arrays: Tree, function: RowFunction, shard: str | None
 ) -> None:
     """What starts over removes neither an input nor what other processes have done."""
     if shard is not None:
@@ -292,21 +299,7 @@ def _check_overwritten(
             )
 
 
-def _check_options(
-    batch_size: Any,
-    commit_rows: Any,
-    on_error: Any,
-    on_nonfinite: Any,
-    resume: Any,
-) -> None:
-    check_batch_size(batch_size)
-    check_count("commit_rows", commit_rows, 1, or_none=True)
-    check_one_of("on_error", on_error, *_ON_ERROR)
-    check_one_of("on_nonfinite", on_nonfinite, *_ON_ERROR, None)
-    check_one_of("resume", resume, "auto", "never", "extend")
-
-
-def _json_of(options: Any) -> dict[str, Any]:
+def _json_of(options: object) -> dict[str, Any]:
     """Store options as the job keeps them; codecs of zarr-python say what they are in JSON."""
     if options is not None and not isinstance(options, dict):
         raise ArgumentTypeError(
@@ -319,9 +312,3 @@ def _json_of(options: Any) -> dict[str, Any]:
             "store_options must hold numbers, strings, lists and dicts, as JSON has them, since "
             f"the job keeps them; got {brief(options)}."
         ) from None
-
-
-def _check_version_and_progress(version: Any, progress: Any) -> None:
-    if not (version is None or isinstance(version, str)):
-        raise ArgumentTypeError(f"version must be a string or None, got {brief(version)}.")
-    check_progress(progress, "rows")

@@ -25,14 +25,14 @@ from batchax.frontend.options import (
     translate_argument_names,
 )
 from batchax.frontend.outputs import check_out_axes
-from batchax.jaxprs.types import AxesTree
+from batchax.jaxprs.types import AxesTree, Tree
 
 
 @_compat.api_boundary
 @translate_argument_names
 def map_batches(
     fun: Callable[..., Any],
-    *sources: Any,
+    *sources: Tree,
     in_axes: AxesTree = 0,
     out_axes: AxesTree = 0,
     batch_size: int | Literal["auto"] = "auto",
@@ -42,7 +42,7 @@ def map_batches(
     start: int = 0,
     ahead: int = 2,
     mesh: Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None = None,
-    key: Any = None,
+    key: jax.Array | None = None,
     divergence: Literal["auto", "predicate", "compact", "serial"] | Compact = "auto",
     small_matrices: Literal["auto", "library", "vectorized"] = "auto",
     retries: int = 2,

@@ -144,7 +144,7 @@ class _Bar:
             self._bars.update(self._task, completed=done, state=state, refresh=True)
 
 
-def _nobody_reads() -> Any:
+def _nobody_reads() -> contextlib.AbstractContextManager[None]:
     """Lets work go on where what is written to is closed, or a terminal that is gone."""
     return contextlib.suppress(OSError, ValueError)
 

@@ -5,10 +5,7 @@ import itertools
 import os
 import resource
 import shutil
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -16,7 +13,6 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.command import main
 from batchax.datasets import pipeline
 from batchax.datasets.arrays import Mapped
 from batchax.datasets.inspect import status, verify
@@ -105,14 +101,6 @@ def test_an_output_goes_on_elsewhere_with_its_folder_and_not_without(x, half_don
         doubled(f"far/gone-{out}")
     assert 0 < doubled(out).reused < ROWS
     check(out, x)
-
-
-def test_inputs_that_are_moved_are_named(x, half_done):
-    half_done("y.npy")
-    os.mkdir("far")
-    shutil.copy2("x.npy", "far/x.npy")
-    with pytest.raises(bx.JobError, match=r"x \(far/x.npy\) was /.*/x.npy, is /.*/far/x.np"):
-        bx.map(double, "far/x.npy", out="y.npy", progress=False, **SIZE)
 
 
 def no_file_grows(bytes):
@@ -212,30 +200,6 @@ def files(out):
     return [p for p in [Path(out), *Path(out).rglob("*")] if p.is_file()]
 
 
-def test_an_input_that_is_cut_short(x):
-    os.truncate("x.npy", 3000)
-    with pytest.raises(bx.StorageError, match=r"x.npy is truncated"):
-        doubled("y.npy")
-    assert not os.path.exists("y.npy.job")
-
-
-@pytest.mark.parametrize("how", ["path", "mapped", "opened"])
-def test_an_input_that_shrinks_while_it_is_read(x, how):
-    long = np.lib.format.open_memmap("long.npy", "w+", FLOAT, (4000, 30))
-    del long
-    given = {
-        "path": lambda: "long.npy",
-        "mapped": lambda: np.load("long.npy", mmap_mode="r"),
-        "opened": lambda: np.load("long.npy", mmap_mode="r")[10:],
-    }[how]()
-
-    def cut(done, of):
-        os.truncate("long.npy", 1000)
-
-    with pytest.raises(bx.StorageError, match=r"long.npy was changed since it was opened"):
-        bx.map(double, given, out="y.npy", progress=cut, retries=1, **SIZE)
-
-
 @pytest.mark.parametrize("order", "CF")
 def test_a_mapped_array_is_not_read_through_its_mapping(x, order, monkeypatch):
     np.save("long.npy", np.asarray(x, order=order).astype(">f4"))
@@ -247,45 +211,3 @@ def test_a_mapped_array_is_not_read_through_its_mapping(x, order, monkeypatch):
     monkeypatch.setattr(type(source.files), "check", cut)
     with pytest.raises(bx.StorageError):
         source.read(0, 2, ROWS)
-
-
-MODEL = """
-import itertools, os, time
-import jax
-
-rows = itertools.count()
-
-def patient(x):
-    def wait(x):
-        end = time.monotonic() + 300
-        while next(rows) >= 12 and not os.path.exists("go-on") and time.monotonic() < end:
-            time.sleep(0.01)
-        return x * 2
-
-    return jax.pure_callback(wait, x, x, vmap_method="sequential")
-"""
-
-
-@pytest.mark.only_in_whole_runs
-def test_a_second_process_and_one_that_is_asked_to_end(x, monkeypatch, capsys):
-    Path("patient_model.py").write_text(MODEL)
-    monkeypatch.syspath_prepend(os.getcwd())
-    command = "map patient_model:patient --in x.npy --out y.npy --version 1".split()
-    command += "--batch-size 4 --commit-rows 4 --no-progress".split()
-    env = {**os.environ, "PYTHONPATH": str(Path(bx.__file__).parents[1])}
-    journal = Path("y.npy.job/journal/main.jsonl")
-    with subprocess.Popen([sys.executable, "-m", "batchax", *command], env=env) as first:
-        while first.poll() is None and not (journal.exists() and '"unit"' in journal.read_text()):
-            time.sleep(0.01)
-        assert main(command) == 1
-        told = capsys.readouterr().err
-        assert (
-            f"Another call is at work on y.npy: y.npy.job/lock is held by process {first.pid}"
-            in (told)
-        )
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(60) == -signal.SIGTERM
-    Path("go-on").touch()
-    assert main(command) == 0
-    assert " reused" in capsys.readouterr().out
-    check("y.npy", x)

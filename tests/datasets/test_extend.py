@@ -120,14 +120,6 @@ def test_earlier_rows_that_were_changed(kind):
     assert status("y.zarr").finished
 
 
-def test_what_else_changed_is_another_call():
-    bx.map(sin, X[:20], out="y.zarr", **HOW)
-    with pytest.raises(bx.JobError, match="computes something else"):
-        bx.map(jnp.cos, X, out="y.zarr", **HOW)
-    with pytest.raises(bx.JobError, match=r"was float32\[20, 3\], is float32\[45, 2\]"):
-        bx.map(sin, X[:, :2], out="y.zarr", **HOW)
-
-
 def test_what_cannot_grow_is_refused_by_name():
     ragged = bx.Ragged.from_rows([np.ones(n, np.float32) for n in range(1, 30)])
     how = {**HOW, "commit_rows": None}
@@ -150,14 +142,6 @@ def test_what_cannot_grow_is_refused_by_name():
     bx.map(jnp.sum, few, out="r.zarr", **how)
     with pytest.raises(bx.JobError, match="another call"):
         bx.map(jnp.sum, ragged, out="r.zarr", **how)
-
-
-def test_workers_add_rows():
-    np.save("x.npy", X[:20])
-    bx.map(jnp.sin, "x.npy", out="y.zarr", executor="processes:1", **HOW)
-    np.save("x.npy", X)
-    assert bx.map(jnp.sin, "x.npy", out="y.zarr", executor="processes:1", **HOW).reused == 20
-    np.testing.assert_allclose(values("y.zarr"), np.sin(X), rtol=1e-6)
 
 
 class Killed(BaseException):

@@ -40,51 +40,44 @@ def program(f, *examples, **more):
     return of(f, *examples, **more)["program"]
 
 
+def custom_jvp(times):
+    f = jax.custom_jvp(times)
+    f.defjvp(lambda p, t: (f(*p), t[0]))
+    return f
+
+
+def custom_vjp(times):
+    f = jax.custom_vjp(times)
+    f.defvjp(lambda x: (times(x), None), lambda _, t: (t,))
+    return f
+
+
+# Of a function and the constant that it multiplies by, one that has the constant there.
+PLACES = {
+    "": lambda times, c: times,
+    "jit": lambda times, c: lambda x: jax.jit(times)(x) + 1,
+    "jit in jit": lambda times, c: jax.jit(lambda x: jax.jit(times)(x) + 1),
+    "scan": lambda times, c: lambda x: jax.lax.scan(lambda x, _: (times(x), None), x, None, 3)[0],
+    "while": lambda times, c: lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, times, x),
+    "cond": lambda times, c: lambda x: jax.lax.cond(x[0] > 0, times, jnp.sin, x),
+    "custom_jvp": lambda times, c: custom_jvp(times),
+    "custom_vjp": lambda times, c: custom_vjp(times),
+    "remat": lambda times, c: jax.checkpoint(times),
+    "bx.vmap": lambda times, c: lambda x: bx.vmap(lambda x, c: x * c[0])(x, jnp.stack([c] * 3)),
+    "bx.vmap, closed over": lambda times, c: bx.vmap(lambda s: (s * c).sum(), batch_size=1),
+    "custom_vmap": lambda times, c: bx.custom_vmap(times),
+    "bounded_while": lambda times, c: (
+        lambda x: bx.bounded_while(lambda x: x.sum() < 9, times, x, max_steps=4)
+    ),
+}
+
+
 def with_constant(where, constant):
-    """A function in which a constant is, there."""
     constant = jnp.asarray(constant)
-
-    def times(x):
-        return x * constant[:3]
-
-    if where == "jit":
-        return lambda x: jax.jit(times)(x) + 1
-    if where == "jit in jit":
-        return lambda x: jax.jit(lambda x: jax.jit(times)(x) + 1)(x)
-    if where == "scan":
-        return lambda x: jax.lax.scan(lambda c, _: (times(c), None), x, None, length=3)[0]
-    if where == "while":
-        return lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, times, x)
-    if where == "cond":
-        return lambda x: jax.lax.cond(x[0] > 0, times, jnp.sin, x)
-    if where == "custom_jvp":
-        f = jax.custom_jvp(times)
-        f.defjvp(lambda p, t: (f(*p), t[0]))
-        return f
-    if where == "custom_vjp":
-        f = jax.custom_vjp(times)
-        f.defvjp(lambda x: (times(x), None), lambda _, t: (t,))
-        return f
-    if where == "remat":
-        return jax.checkpoint(times)
-    if where == "bx.vmap":
-        return lambda x: bx.vmap(lambda x, c: x * c[0])(x, jnp.stack([constant] * 3))
-    if where == "bx.vmap, closed over":
-        return lambda x: bx.vmap(lambda s: (s * constant).sum(), batch_size=1)(x)
-    if where == "custom_vmap":
-        return bx.custom_vmap(times)
-    if where == "bounded_while":
-        return lambda x: bx.bounded_while(lambda c: c.sum() < 9, times, x, max_steps=4)
-    assert where == ""
-    return times
+    return PLACES[where](lambda x: x * constant[:3], constant)
 
 
-PLACES = ["", "jit", "jit in jit", "scan", "while", "cond", "custom_jvp", "custom_vjp", "remat"]
-OURS = ["bx.vmap", "bx.vmap, closed over", "custom_vmap", "bounded_while"]
-
-
-@pytest.mark.parametrize("size", [3, 3000])
-@pytest.mark.parametrize("where", PLACES + OURS)
+@pytest.mark.parametrize(("where", "size"), [("", 3), *((where, 3000) for where in PLACES)])
 def test_the_value_of_a_constant_counts(where, size):
     values = np.arange(size, dtype=np.float32)
     other = values.copy()

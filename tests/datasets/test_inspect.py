@@ -1,24 +1,18 @@
 """How far a job is, while it runs and after; damage on disk, found and fixed."""
 
-import subprocess
-
 import numpy as np
 import pytest
 
 from batchax.datasets import inspect
-from batchax.datasets.disk import Holder, last_holder
+from batchax.datasets.disk import Holder
 from batchax.datasets.inspect import Damaged, Status, Verified, status, verify
 from batchax.datasets.job import open_job
 from batchax.datasets.plan import Bad, Leaf, Plan, Record, Rows, Unit, checksum
 from batchax.datasets.store import open_store
 from batchax.errors import JobError
 
-from support import kills
-
 PLAN = Plan(20, 2, 4)
 LEAF = Leaf("", (20, 3), np.dtype(np.float32))
-NAMED = Leaf("y", (20, 3), np.dtype(np.float32))
-RAGGED = Leaf("words", (20,), np.dtype(np.int32), ragged=1)
 
 
 def opened(out, leaves=(LEAF,), plan=PLAN, **options):
@@ -99,36 +93,6 @@ def test_the_rate_is_that_of_the_last_units_of_the_last_run():
     assert inspect._rate(at_once, since=1.0) == 2000.0
 
 
-def test_while_it_runs_in_another_process(out):
-    opened(out).close()
-    script = """
-from pathlib import Path
-from batchax.datasets.journal import Journal
-from batchax.datasets.disk import Lock
-from batchax.datasets.plan import Record, Unit
-folder = Path(sys.argv[1])
-lock = Lock(folder / "lock")
-Journal(folder / "journal", "main").append(Record(Unit(0, 0, 4), [0]))
-print(flush=True)
-sys.stdin.read()
-"""
-    command = kills.command(script, out.with_name("y.npy.job"))
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    with subprocess.Popen(command, **pipes) as other:
-        other.stdout.readline()
-        found = status(out)
-        assert found.holder.pid == other.pid
-        assert found.done == 4
-        assert f"running in process {other.pid}, since" in str(found)
-        found = verify(out)  # nothing was written of what the journal says
-        assert not found.withdrawn
-        assert "A call is at work on it" in str(found)
-        assert status(out).done == 4
-        other.kill()
-    assert status(out).holder is None
-    assert last_holder(out.with_name("y.npy.job") / "lock").pid == other.pid
-
-
 def test_shards_that_are_at_work(out):
     with opened(out, shard="shard-0-of-3") as first:
         computed(first, [0, 3])
@@ -141,70 +105,6 @@ def test_shards_that_are_at_work(out):
     assert "stopped" in str(status(out))
     opened(out).close()
     assert not list(out.with_name("y.npy.job").glob("lock-*"))
-
-
-def damage(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) * 2 // 3] ^= 4
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("name", "leaves", "file"),
-    [
-        ("y.npy", (LEAF,), ""),
-        ("y.zarr", (LEAF,), "c.2.0"),
-        ("y", (NAMED, RAGGED), "part-00000002.parquet"),
-    ],
-)
-def test_damage_is_found_and_mended(tmp_path, name, leaves, file):
-    out = tmp_path / name
-    with opened(out, leaves) as job:
-        computed(job, range(5), leaves)
-        job.finish({})
-    found = verify(out)
-    assert found
-    assert str(found) == f"{out}: 20 rows are what was written."
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    damage(out / file)
-    found = verify(out)
-    assert not found
-    assert [d.unit for d in found.damaged] == [PLAN.unit(2)]
-    assert "  rows 8 to 12: " in str(found)
-    assert found.withdrawn
-    assert "the same call computes them again" in str(found)
-    assert (status(out).finished, status(out).done) == (False, 16)
-    assert verify(out)
-    with opened(out, leaves) as job:
-        assert job.finished is None
-        assert set(job.done) == {0, 1, 3, 4}
-        computed(job, [2], leaves)
-        job.finish({})
-    assert verify(out)
-    assert status(out).finished
-    assert all(p.read_bytes() == before[p] for p in before if f"{out}.job" not in str(p))
-
-
-def test_what_is_missing_is_damaged(tmp_path):
-    out = tmp_path / "y"
-    with opened(out) as job:
-        computed(job, range(3))
-    (out.with_name("y.partial") / "part-00000001.parquet").unlink()
-    found = verify(out)
-    assert found.rows == 12
-    assert "part-00000001.parquet" in found.damaged[0].reason
-
-
-def test_a_part_of_a_reduction_that_is_damaged(out):
-    with opened(out) as job:
-        computed(job, range(3), reduced={"s": np.arange(5000.0)})
-    assert verify(out)
-    damage(out.with_name("y.npy.job") / "partials" / "00000001-0-main.bin")
-    found = verify(out)
-    assert [d.unit.number for d in found.damaged] == [1]
-    with opened(out) as job:
-        computed(job, [1], reduced={"s": np.arange(5000.0)})
-    assert verify(out)
 
 
 def test_of_many_units_some_are_shown(out):

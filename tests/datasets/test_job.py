@@ -74,12 +74,6 @@ def test_begun_gone_on_with_and_finished(out):
         assert other.finished
 
 
-def test_resume_says_what_is_wanted(out):
-    opened(out, resume="never").close()
-    with pytest.raises(JobError, match=r"holds a job already, .* another out=, or overwrite=True"):
-        opened(out, resume="never")
-
-
 def test_another_call_is_refused_and_nothing_is_touched(out):
     completed(out)
     before = {p: p.read_bytes() for p in out.parent.rglob("*") if p.is_file()}
@@ -94,17 +88,6 @@ def test_another_call_is_refused_and_nothing_is_touched(out):
         ):
             opened(out, {**CALL, **change})
     assert before == {p: p.read_bytes() for p in out.parent.rglob("*") if p.is_file()}
-
-
-def test_an_output_that_is_gone(out):
-    completed(out)
-    out.rename(out.with_name("away"))
-    with pytest.raises(JobError, match=r"is missing, but .* Restore it, or delete that folder"):
-        opened(out)
-    out.with_name("away").rename(out)
-    (out / "meta").unlink()
-    with pytest.raises(StorageError, match="has no meta"):
-        opened(out)
 
 
 def test_a_description_that_is_damaged_or_gone(out):
@@ -188,15 +171,6 @@ def test_a_journal_of_another_job_is_refused(out):
     assert not is_held(folder(other) / "lock")
 
 
-def test_errors_before_anything_is_on_disk_leave_nothing(out):
-    def wrong():
-        raise ValueError
-
-    with pytest.raises(ValueError):
-        open_job(out, lambda _: CALL, wrong, lambda plan: TinyStore(out, plan))
-    assert list(out.parent.iterdir()) == []
-
-
 def test_a_store_that_cannot_be_made(out):
     class Refusing(TinyStore):
         def prepare(self):
@@ -227,35 +201,6 @@ def test_what_was_half_made_of_another_output_stays(out):
     shutil.rmtree(out)
     completed(out)
     assert not (folder(out) / "preparing").exists()
-
-
-def test_what_an_engine_wrote_of_rows_that_fail_is_there_for_people(out):
-    bad = [Bad(9, "ValueError: ü", "line 1\nline 2")]
-    job = opened(out)
-    computed(job, [2], quarantined=bad)
-    assert not (folder(out) / "quarantine.jsonl").exists()
-    job.close()
-    lines = (folder(out) / "quarantine.jsonl").read_text().splitlines()
-    assert [json.loads(x) for x in lines] == [
-        {"row": 9, "error": "ValueError: ü", "traceback": "line 1\nline 2"}
-    ]
-    with opened(out) as job:
-        computed(job, [0], quarantined=[Bad(1, "x")])
-        computed(job, [1, 3, 4])
-        job.finish({})
-    lines = (folder(out) / "quarantine.jsonl").read_text().splitlines()
-    assert [json.loads(x)["row"] for x in lines] == [1, 9]
-    assert opened(out).done[2].quarantined == tuple(bad)
-
-
-def test_one_at_a_time_in_a_process(out):
-    with opened(out) as job:
-        with pytest.raises(
-            JobError, match=r"at work on .*y\.tiny: .* held by this process, since 2"
-        ):
-            opened(out)
-        computed(job, [0])
-    opened(out).close()
 
 
 HOLD = """

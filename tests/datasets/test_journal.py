@@ -1,7 +1,6 @@
 """What the journal says: nothing but what was appended, whatever happens to its file."""
 
 import os
-import threading
 import time
 import warnings
 from dataclasses import replace
@@ -12,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchax.datasets.journal import Journal, read_journal, sizes
+from batchax.datasets import disk
+from batchax.datasets.journal import Journal, read_journal
 from batchax.datasets.plan import Bad, Record, Unit
 from batchax.errors import ArgumentTypeError, StorageError
 
@@ -45,42 +45,12 @@ def test_what_was_appended_is_read(folder):
     assert read_journal(folder) == {r.unit.number: r for r in [*records, *more]}
 
 
-def test_many_at_once(folder):
-    journal, many = Journal(folder, "main"), [record(i) for i in range(9)]
-    assert journal.append_many([]) == []
-    assert not folder.exists()
-    assert list(read_journal(folder)) == []
-    records = journal.append_many(many)
-    assert read_journal(folder) == {r.unit.number: r for r in records}
-
-
 def test_writers_are_merged_and_the_first_stands(folder):
     late = appended(folder, [record(0, attempt=1)], "a")
     early = appended(folder, [record(0, ended=1.0), record(1)], "b")
     assert read_journal(folder)[0] == early[0] != late[0]
     assert set(read_journal(folder)) == {0, 1}
-    assert set(sizes(folder)) == {"a.jsonl", "b.jsonl"}
-
-
-def test_what_is_withdrawn_is_not_done_until_it_is_done_again(folder):
-    records = appended(folder, [record(0), record(1)])
-    Journal(folder, "verify").withdraw([records[0]], "damaged")
-    assert read_journal(folder) == {1: records[1]}
-    again = appended(folder, [record(0)])
-    assert read_journal(folder) == {0: again[0], 1: records[1]}
-
-
-def test_threads_share_a_journal(folder):
-    journal = Journal(folder, "main")
-    threads = [
-        threading.Thread(target=lambda k=k: [journal.append(record(10 * k + i)) for i in range(10)])
-        for k in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(read_journal(folder)) == set(range(40))
+    assert set(disk.log_sizes(folder)) == {"a.jsonl", "b.jsonl"}
 
 
 @given(
@@ -201,8 +171,3 @@ def test_parts_of_reductions_that_are_damaged(folder):
 def test_what_is_no_array_is_refused(folder):
     with pytest.raises(ArgumentTypeError, match="the reduction 'a' is kept as an array of numbers"):
         appended(folder, [record(0, reduced={"a": {}})])
-
-
-def test_hundred_thousand_units_are_read_at_once(folder):
-    Journal(folder, "main").append_many([record(i, seconds=0.123456789) for i in range(100_000)])
-    assert len(read_journal(folder)) == 100_000  # 0.6 s on an idle machine

@@ -3,7 +3,6 @@
 import datetime
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pandas
 import pyarrow
@@ -137,11 +136,6 @@ def test_rows_that_are_added_have_their_columns():
     pyarrow.parquet.write_table(longer, "t.parquet")
     with pytest.raises(bx.JobError, match=r"keep\['id'\].*they were changed"):
         bx.map(twice, "t.parquet:x", **how)
-
-
-def test_workers():
-    bx.map(jnp.sin, "t.parquet:x", out="y/", keep=["id"], executor="processes:1", **HOW)
-    assert plain(pyarrow.parquet.read_table("y"))["id"] == plain(TABLE)["id"]
 
 
 def test_no_rows():

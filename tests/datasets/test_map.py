@@ -105,16 +105,6 @@ def test_reductions(kind, rows, dtype):
     np.testing.assert_allclose(reduced.reduced, expected, **close)
 
 
-def test_results_and_reductions_together():
-    x = numbers(21, 3)
-    axes = (0, bx.Reduce("mean"), {"g": bx.Reduce("sum")})
-    report = bx.map(lambda x: (x[0], x[1], {"g": x}), x, out_axes=axes, batch_size=4)
-    np.testing.assert_array_equal(report.outputs[0], x[:, 0])
-    assert report.outputs[1:] == (None, {"g": None})
-    np.testing.assert_allclose(report.reduced[1], x[:, 1].mean(), **CLOSE)
-    np.testing.assert_allclose(report.reduced[2]["g"], x.sum(0), **CLOSE)
-
-
 @pytest.mark.parametrize(
     "fun",
     [
@@ -199,13 +189,6 @@ def test_rows_that_fail_are_left_out_and_no_others(bad):
     assert report.reduced[1] == i[good].sum()
     with pytest.raises(bx.RowError, match=rf"row {min(bad)} of i, x fails"):
         bx.map(fun, i, x, batch_size=4)
-
-
-def test_too_many_rows_that_fail():
-    i, x = np.arange(40, dtype=np.int32), numbers(40)
-    fun = failing_where(set(range(0, 40, 5)))
-    with pytest.raises(bx.RowError, match="max_errors is 3"):
-        bx.map(fun, i, x, batch_size=4, commit_rows=4, on_error="quarantine", max_errors=3)
 
 
 def test_rows_with_results_that_are_not_finite():

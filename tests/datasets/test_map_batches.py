@@ -291,26 +291,6 @@ def test_a_row_that_fails_is_named():
         next(batches)
 
 
-def test_a_file_that_is_changed_between_batches():
-    np.save("x.npy", np.tile(X, (100, 1)))
-    batches = bx.map_batches(jnp.sum, "x.npy", batch_size=4)
-    next(batches)
-    np.save("x.npy", X)
-    with pytest.raises(bx.StorageError, match=r"x\.npy was changed since"):
-        list(batches)
-
-
-def test_integers_that_do_not_fit_and_nan():
-    assert np.isnan(
-        next(bx.map_batches(jnp.sum, [np.array([np.nan, 1])] and iter([np.array([np.nan, 1.0])])))[
-            0
-        ]
-    )
-    if np.dtype(FLOAT) != np.float64:
-        with pytest.raises(bx.RowError, match=r"row 0.*does not fit"):
-            next(bx.map_batches(lambda x: x, iter([2**40])))
-
-
 ODD: Any = {"last": "pad"}
 REFUSED = [
     (lambda: bx.map_batches(jnp.sum, iter(["a"])), bx.ArgumentTypeError,

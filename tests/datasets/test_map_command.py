@@ -106,32 +106,6 @@ def test_axes_as_they_are_written(x):
     assert run(text) == 0
 
 
-def test_random_keys(x):
-    assert run("map model:draw --in x.npy --out y.npy --seed 7 --batch-size 8") == 0
-    key = jax.random.key(7)
-    drawn = [jax.random.uniform(jax.random.fold_in(key, i)) for i in range(40)]
-    np.testing.assert_allclose(np.load("y.npy"), x + np.array(drawn)[:, None], rtol=1e-6)
-
-
-def test_how_far_it_is_and_whether_it_is_whole(x, capsys):
-    run("map model:double --in x.npy --out y.zarr --batch-size 4 --commit-rows 8 --no-progress")
-    capsys.readouterr()
-    assert run("status y.zarr") == 0
-    assert "40 of 40 rows" in capsys.readouterr().out
-    assert run("verify y.zarr") == 0
-    with open("y.zarr/c.1.0", "r+b") as file:
-        file.seek(5)
-        file.write(b"????")
-    assert run("verify y.zarr") == 1
-    out, _ = capsys.readouterr()
-    assert "rows 8 to 16" in out
-    assert "the same call computes them again" in out
-    run("map model:double --in x.npy --out y.zarr --batch-size 4 --commit-rows 8 --no-progress")
-    assert "32 reused" in capsys.readouterr().out
-    np.testing.assert_array_equal(zarr_array("y.zarr"), x * 2)
-    assert run("verify y.zarr") == 0
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -217,11 +191,3 @@ def test_interrupted(x):
     assert again.returncode == 0, again.stderr
     assert " reused" in again.stdout
     np.testing.assert_array_equal(np.load("y.npy"), x * 2)
-
-
-def test_options_of_the_store(x):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    command = "map model:double --in x.npy --out y.parquet --no-progress --store-options".split()
-    assert main([*command, "{'compression': 'zstd'}"]) == 0
-    column = parquet.ParquetFile("y.parquet/part-00000000.parquet").metadata.row_group(0).column(0)
-    assert column.compression == "ZSTD"

@@ -83,40 +83,6 @@ def test_a_finished_job_compiles_nothing(x, monkeypatch):
     assert bx.map(double, "x.npy", out="y.zarr", **SIZE).reused == ROWS
 
 
-def test_reductions_survive(x, monkeypatch):
-    fun = lambda x: (x, jnp.outer(x, x).sum(), x)
-    options = dict(out_axes=(0, bx.Reduce("mean"), bx.Reduce("max")), out="y.zarr", **SIZE)
-    whole = bx.map(fun, x, **{**options, "out": "whole.zarr"})
-    for units in (2, 1):
-        with monkeypatch.context() as patched:
-            stopped_after(patched, units)
-            with pytest.raises(OSError, match="no more"):
-                bx.map(fun, x, **options)
-    report = bx.map(fun, x, **options)
-    assert report.reused == 24
-    for got in (report, bx.map(fun, x, **options)):
-        assert got.reduced[0] is None
-        jax.tree.map(np.testing.assert_array_equal, got.reduced[1:], whole.reduced[1:])
-    np.testing.assert_allclose(report.reduced[2], x.max(0), rtol=1e-6)
-
-
-CHANGED = {
-    "function": (lambda x: x * 3, {}, "computes something else"),
-    "batch size": (double, {"batch_size": 8}, "batch_size was 4, is 8"),
-    "units": (double, {"commit_rows": 16}, "commit_rows was 8, is 16"),
-    "axis": (lambda x: x * 2, {"out_axes": 1}, "out_axes was"),
-}
-
-
-@pytest.mark.parametrize("name", CHANGED)
-def test_another_call_is_refused_and_nothing_is_changed(x, name):
-    fun, options, message = CHANGED[name]
-    bx.map(double, "x.npy", out="y.zarr", **SIZE)
-    with pytest.raises(bx.JobError, match=message):
-        bx.map(fun, "x.npy", out="y.zarr", **{**SIZE, **options})
-    np.testing.assert_array_equal(zarr_array("y.zarr"), x * 2)
-
-
 def with_rule(rule, of=bx.custom_vmap):
     """A function that is always the same for one row, with a rule for a batch."""
     fun = of(lambda x: x * 2)
@@ -198,26 +164,6 @@ def test_disable_jit_is_not_for_the_program_of_a_batch(x):
         report = bx.map(lambda row: (jnp.sin(row), row.sum()), "x.npy", **options)
     np.testing.assert_allclose(np.load("y.npy"), np.sin(x), rtol=1e-6)
     np.testing.assert_allclose(report.reduced[1], x.sum(), rtol=1e-5)
-
-
-def test_an_output_of_something_else_is_refused(x):
-    np.save("y.npy", x)
-    with pytest.raises(bx.JobError, match=r"y\.npy is there already"):
-        bx.map(double, "x.npy", out="y.npy", **SIZE)
-    np.testing.assert_array_equal(np.load("y.npy"), x)
-    bx.map(double, "x.npy", out="y.zarr", **SIZE)
-    with pytest.raises(bx.JobError, match="never"):
-        bx.map(double, "x.npy", out="y.zarr", resume="never", **SIZE)
-
-
-def test_what_a_callback_does_needs_a_version(x):
-    fun = lambda x: jax.pure_callback(lambda x: x * 2, x, x, vmap_method="sequential")
-    with pytest.raises(bx.UnsupportedError, match="version="):
-        bx.map(fun, "x.npy", out="y.zarr", **SIZE)
-    assert not os.path.exists("y.zarr.job")
-    bx.map(fun, "x.npy", out="y.zarr", version="1", **SIZE)
-    with pytest.raises(bx.JobError, match="version was 1, is 2"):
-        bx.map(fun, "x.npy", out="y.zarr", version="2", **SIZE)
 
 
 def test_rows_that_fail_are_written_down(x):

@@ -162,5 +162,5 @@ def test_sums_need_no_array_for_each_row():
 
     function = RowFunction.of(clipped, (a, b), 0, axes, None, {})
     for masked in (False, True):
-        compiled = program_of(function, 8)._compiled(masked)
+        compiled = program_of(function, 8).compiled(masked)
         assert compiled.memory_analysis().temp_size_in_bytes < 4 * outer[:8].size

@@ -11,7 +11,6 @@ import pytest
 
 import batchax as bx
 from batchax.datasets import pipeline
-from batchax.datasets.addresses import address
 from batchax.datasets.inspect import status, verify
 from batchax.datasets.plan import Leaf
 from batchax.datasets.store import Store
@@ -84,20 +83,6 @@ def test_npy_and_keys_and_rows_left_out():
     assert Path("x.npy").read_bytes() == Path("y.npy").read_bytes()
     assert report.bad == whole.bad
     assert Path("x.npy.job/ok.npy").read_bytes() == Path("y.npy.job/ok.npy").read_bytes()
-
-
-def test_in_a_store_of_objects():
-    from batchax.datasets import objects
-
-    stored = lambda out: {
-        p.key.split("/", 1)[1]: objects.read(p) for p, _ in objects.below(address(out, "out"))
-    }
-    for kind in ("zarr", "parquet"):
-        bx.map(lambda x: x, X, out=f"memory://of-{kind}/a/y.{kind}", **SIZES)
-        bx.map(lambda x: x, iter(X), out=f"memory://of-{kind}/b/y.{kind}", **SIZES)
-        a, b = (stored(f"memory://of-{kind}/{name}/y.{kind}") for name in "ab")
-        assert a == b
-        assert bx.map(lambda x: x, iter(X), out=f"memory://of-{kind}/b/y.{kind}", **SIZES).reused
 
 
 def stopped(rows, **how):

@@ -199,12 +199,6 @@ def test_zarr_arrays_of_others(memory, how, tmp_path):
     np.testing.assert_array_equal(got, 2 * x)
 
 
-def test_a_group_names_its_arrays(memory):
-    bx.map(lambda x: {"a": x, "b": {"c": x}}, X, out=f"{memory}/y.zarr", **UNIT)
-    with pytest.raises(bx.StorageError, match=r"is a group .*y\.zarr/a, .*y\.zarr/b/c\."):
-        bx.map(double, f"{memory}/y.zarr", progress=False)
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -360,17 +354,6 @@ def test_a_store_that_does_not_answer_is_not_damaged(memory, monkeypatch, silent
             verify(out) if silent != "done.json" else status(out)
     assert verify(out)
     assert bx.map(double, X, out=out, **UNIT).reused == len(X)
-
-
-def test_quarantined_rows(memory):
-    x = X.copy()
-    x[[3, 11], 0] = np.nan
-    out = f"{memory}/y.zarr"
-    report = bx.map(double, x, out=out, on_nonfinite="quarantine", **UNIT)
-    assert report.quarantined == 2
-    files = below(f"{out}.job")
-    np.testing.assert_array_equal(np.flatnonzero(~np.load(io.BytesIO(files["ok.npy"]))), [3, 11])
-    assert [json.loads(x)["row"] for x in files["quarantine.jsonl"].splitlines()] == [3, 11]
 
 
 @pytest.mark.parametrize("kind", ["npy", "zarr", "parquet"])
@@ -747,14 +730,3 @@ def test_workers(on_s3, executor):
     assert verify(out)
     np.testing.assert_array_equal(bx.map(double, out, progress=False).outputs, 4 * X)
     assert not [name for name in below(f"{out}.job") if name.startswith("engine-")]
-
-
-def test_the_command(on_s3, capsys):
-    Path("model.py").write_text("def scaled(w, x):\n    return x @ w\n")
-    put(f"{on_s3}/x.npy", npy(X))
-    put(f"{on_s3}/w.npy", npy(np.ones((3, 2), np.float32)))
-    command = f"map model.py:scaled --in @{on_s3}/w.npy --in {on_s3}/x.npy --out {on_s3}/y.zarr"
-    assert main([*command.split(), "--no-progress"]) == 0
-    assert "20 rows" in capsys.readouterr().out
-    got = bx.map(lambda y: y, f"{on_s3}/y.zarr", progress=False).outputs
-    np.testing.assert_array_equal(got, X @ np.ones((3, 2), np.float32))

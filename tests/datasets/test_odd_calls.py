@@ -91,11 +91,6 @@ def test_an_output_within_that_of_another_call(x, folder):
     assert verify(f"{folder}y.zarr")
 
 
-def test_the_status_of_what_cannot_be_an_output(x):
-    with pytest.raises(bx.ArgumentTypeError, match=r"'\.' cannot be an output"):
-        status(".")
-
-
 NAMES = ["a.b", "a'b", 'a"b', "a[0]", "a b", "ä", "c", ".hidden", "a/b"]
 
 
@@ -110,28 +105,10 @@ def test_names_of_results_are_the_keys_of_dicts(x, out):
         np.testing.assert_array_equal(quiet(same, where).outputs, x + FLOAT.type(i))
 
 
-def test_a_name_with_a_dot_is_no_path(x):
-    report = quiet(lambda x: {"a.b": x, "a": {"b": x + 1}}, "x.npy", out="y.zarr")
-    assert report.outputs == {"a.b": "y.zarr/a.b", "a": {"b": "y.zarr/a/b"}}
-
-
 @pytest.mark.parametrize("name", ["..", "a/", "a/../b"])
 def test_names_that_would_leave_the_group(x, name):
     with pytest.raises(bx.ArgumentTypeError, match="cannot be the name of an array"):
         quiet(lambda x: {name: x, "z": x}, "x.npy", out="y.zarr")
-
-
-@pytest.mark.parametrize("out", [None, "y.zarr"])
-def test_reductions_over_no_rows(x, out):
-    axes = (0, bx.Reduce("sum"), bx.Reduce("prod"), bx.Reduce("mean"))
-    fun = lambda x: (x, x, x, x.sum())
-    for _ in range(2):
-        report = quiet(fun, x[:0], out=out, out_axes=axes)
-        np.testing.assert_array_equal(report.reduced[1], np.zeros(3))
-        np.testing.assert_array_equal(report.reduced[2], np.ones(3))
-        assert np.isnan(report.reduced[3])
-    with pytest.raises(bx.AxisError, match="max of no values"):
-        quiet(same, x[:0], out_axes=bx.Reduce("max"))
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -163,12 +140,6 @@ def test_too_many_rows_that_fail_stay_too_many(x):
     assert quiet(same, x, max_errors=3, **options).quarantined == 3
 
 
-def test_results_of_another_type_are_told(x):
-    quiet(same, x.astype(np.float32), out="y.npy")
-    with pytest.raises(bx.JobError, match=r"result was float32\(3,\), is float16\(3,\)"):
-        quiet(lambda x: x.astype(np.float16), x.astype(np.float32), out="y.npy")
-
-
 def test_results_whose_axis_is_left_to_us(x):
     fun = lambda x: (x, x.sum(), 3.0)
     report = quiet(fun, x.T, in_axes=1, out_axes=bx.AUTO, batch_size=4)
@@ -195,11 +166,6 @@ def test_what_is_not_finite_is_seen_in_rows_of_different_lengths(x):
 def test_a_key_and_nobody_who_takes_it(x, fun):
     with pytest.raises(bx.ArgumentTypeError, match=r"key was passed, but .* has no parameter for"):
         quiet(fun, x, key=jax.random.key(0))
-
-
-def test_a_key_for_any_arguments(x):
-    fun = lambda *args: args[1] + jax.random.uniform(args[0])
-    assert quiet(fun, x, key=jax.random.key(0)).rows == 10
 
 
 def test_an_argument_of_the_function_by_keyword(x):
@@ -235,28 +201,6 @@ def test_nobody_sees_how_far_it_is(x, monkeypatch, capsys, stderr):
     monkeypatch.setattr(sys, "stderr", stderr)
     assert bx.map(same, x, out="y.npy").rows == 10
     assert capsys.readouterr().out == ""
-
-
-DTYPES = ["bool", "int8", "uint32", "complex64", "float16", "bfloat16"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("out", [None, "y.npy", "y.zarr", "y.parquet"])
-@pytest.mark.each_commit(6)
-def test_elements_of_any_type(x, dtype, out):
-    fun = lambda x: (x * 3).astype(dtype)
-    if (dtype, out) in [
-        ("bfloat16", "y.npy"),
-        ("bfloat16", "y.parquet"),
-        ("complex64", "y.parquet"),
-    ]:
-        with pytest.raises(bx.ArgumentTypeError, match=f"of dtype {dtype}"):
-            quiet(fun, x, out=out)
-        return
-    got = quiet(same, quiet(fun, np.abs(x), out=out).outputs).outputs
-    assert got.dtype == jnp.dtype(dtype)
-    np.testing.assert_array_equal(got, np.asarray(jax.vmap(fun)(np.abs(x))))
-    assert out is None or verify(out)
 
 
 def positive(x):
@@ -437,14 +381,9 @@ def test_an_interruption_while_the_output_is_made(x, out):
     "change",
     [
         {"unit_rows": 0},
-        {"batch_size": 0},
-        {"unit_rows": -2},
-        {"unit_rows": 1.5},
-        {"unit_rows": "x"},
-        {"rows": -1},
+        {"batch_size": "x"},
         {"rows": 10**12},
         {"ends": [0, 0, 10]},
-        {"ends": [10, 3]},
         {"ends": [2, 4]},
     ],
     ids=str,

@@ -88,13 +88,6 @@ def _first_two(x):
     return bx.OutputRows(x, 2)
 
 
-def test_ragged_results_are_another_call():
-    compressed = lambda x: bx.compress(jnp.arange(3) < 2, x, 0)
-    bx.map(_first_two, X, out="y/", **HOW)
-    with pytest.raises(bx.JobError, match="OutputRows was True, is not given"):
-        bx.map(compressed, X, out="y/", **HOW)
-
-
 def test_under_vmap_it_is_a_pytree():
     out = bx.vmap(positive)(X)
     ids, y = by_hand()

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.command import main
 from batchax.datasets import disk, objects
 
 from support import steps
@@ -161,13 +160,3 @@ def test_wrong_calls_remove_nothing():
     with pytest.raises(bx.ArgumentTypeError, match="overwrite"):
         bx.map(cos, X, out="y.npy", overwrite="yes", **HOW)
     assert bx.map(sin, X, out="y.npy", **HOW).reused == 40
-
-
-def test_from_a_shell(capsys):
-    np.save("x.npy", X)
-    call = ["map", "jax.numpy:{}", "--in", "x.npy", "--out", "y.npy", "--no-progress"]
-    sines, cosines = ([x.format(name) for x in call] for name in ("sin", "cos"))
-    assert main(sines) == 0
-    assert main(cosines) == 1
-    assert main([*cosines, "--overwrite"]) == 0
-    np.testing.assert_allclose(np.load("y.npy"), np.cos(X), rtol=1e-6)

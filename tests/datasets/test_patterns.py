@@ -13,7 +13,6 @@ import pytest
 import zarr
 
 import batchax as bx
-from batchax.command import main
 from batchax.datasets.sources import as_source
 
 X = np.arange(36, dtype=np.float32).reshape(12, 3)
@@ -99,14 +98,6 @@ def test_rows_of_different_lengths_in_files():
     assert out.tolist() == [3, 0, 3, 15]
 
 
-def test_a_zarr_array_by_its_name_in_a_group():
-    zarr.create_array("x.zarr/g/a", data=X)
-    out = bx.map(jnp.sum, "x.zarr:g/a", progress=False).outputs
-    assert out.tolist() == X.sum(1).tolist()
-    with pytest.raises(bx.StorageError, match=r"there is no Zarr array in x\.zarr/g/b"):
-        as_source("x.zarr:g/b", "x")
-
-
 def test_a_file_that_is_called_like_a_pattern_is_that_file():
     npy()
     np.save("[0].npy", X[:1])
@@ -142,14 +133,6 @@ def test_what_cannot_be_joined_is_told():
     np.save("9.npy", 1.0)
     with pytest.raises(bx.StorageError, match=r"9\.npy\) is a number, and has no rows"):
         as_source(pattern, "x")
-
-
-def test_from_a_shell(capsys):
-    npy_in_folders()
-    Path("model.py").write_text("import jax.numpy as jnp\ntotal = jnp.sum\n")
-    words = ["map", "model.py:total", "--in", "year=*/x.npy", "--out", "y.npy", "--no-progress"]
-    assert main(words) == 0
-    np.testing.assert_allclose(np.load("y.npy"), X.sum(1))
 
 
 def test_an_output_that_would_fit_the_pattern():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.command import main
 
 from support.map_calls import values
 
@@ -189,21 +188,3 @@ def test_what_a_finished_job_is_asked_for_holds():
     with pytest.raises(bx.RowError, match="row 7 of x"):
         bx.map(jnp.sin, x, on_nonfinite="raise", retry_quarantined=True, **how)
     assert bx.map(jnp.sin, x, on_nonfinite="quarantine", max_errors=1, **how).quarantined == 1
-
-
-def test_the_command_tries_quarantined_rows_again(capsys):
-    Path("model.py").write_text(
-        "import jax, numpy as np, os\n"
-        "def host(i):\n"
-        "    if int(i) == 3 and not os.path.exists('there'): raise ValueError('away')\n"
-        "    return i\n"
-        "def fun(i): return jax.pure_callback(host, i, i, vmap_method='sequential')\n"
-    )
-    np.save("i.npy", I)
-    call = ["map", "model.py:fun", "--in", "i.npy", "--out", "y.npy", "--version", "1"]
-    call += ["--on-error", "quarantine", "--no-progress", "--max-consecutive-errors", "3"]
-    assert main(call) == 3
-    Path("there").touch()
-    assert main(call) == 3
-    assert main([*call, "--retry-quarantined"]) == 0
-    assert "quarantined" not in capsys.readouterr().out.splitlines()[-1]

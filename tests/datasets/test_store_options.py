@@ -102,14 +102,6 @@ def test_parquet_is_written_as_asked_and_resumes(out, tmp_path):
         assert told.row_group(0).column(0).compression == "ZSTD"
 
 
-def test_workers_write_as_asked():
-    np.save("x.npy", X)
-    options = {"chunk_shape": [4, 5], "codecs": ZSTD}
-    bx.map(jnp.abs, "x.npy", out=DISK, store_options=options, executor="processes:1", **HOW)
-    assert [c["name"] for c in document(DISK)["codecs"]] == ["bytes", "zstd"]
-    np.testing.assert_array_equal(bx.map(twice, DISK, progress=False).outputs, 2 * X)
-
-
 def test_other_options_are_another_call():
     bx.map(twice, X, out=DISK, store_options={"codecs": ZSTD}, **HOW)
     with pytest.raises(bx.JobError, match=r"store_options was .*zstd.*, is not given"):

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import sys
 
 import jax
 import numpy as np
@@ -173,14 +172,3 @@ def test_a_file_without_the_space_that_was_promised(place, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     written(place("x.npy"), [leaf()])
     np.testing.assert_array_equal(np.load(place("x.npy")), values(leaf()))
-
-
-@pytest.mark.parametrize(
-    ("kind", "module", "package"),
-    [("x.zarr", "tensorstore", r"batchax\[data\]"), ("x", "pyarrow", r"batchax\[parquet\]")],
-)
-def test_what_is_not_installed_is_asked_for(kind, module, package, place, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setitem(sys.modules, f"{module}.parquet", None)
-    with pytest.raises(ImportError, match=f"pip install '{package}'"):
-        open_store(place(kind), [leaf()], PLAN)

@@ -289,33 +289,13 @@ def test_values_in_a_file_that_depends_on_the_folder_of_the_process():
         bx.map(double, "x.h5:x", progress=False)
 
 
-def saved(path):
-    """The path of these rows in a file or folder of that kind."""
-    if path == "x.npz":
-        np.savez(path, x=X)
-        return "x.npz:x"
-    if path == "x.h5":
-        with h5py.File(path, "w") as file:
-            file["x"] = X
-        return "x.h5:x"
-    if path == "x.parquet":
-        column = pyarrow.array(list(X), pyarrow.list_(pyarrow.from_numpy_dtype(FLOAT), 3))
-        pyarrow.parquet.write_table(pyarrow.table({"x": column}), path)
-        return "x.parquet:x"
-    (save_zarr if path.endswith("zarr") else np.save)(path, X)
-    return path
-
-
 INPUTS = {
-    "npy": lambda: saved("x.npy"),
-    "npz": lambda: saved("x.npz"),
-    "h5": lambda: saved("x.h5"),
-    "open h5": lambda: h5py.File(saved("x.h5")[:-2])["x"],
-    "parquet": lambda: saved("x.parquet"),
-    "pattern": lambda: f"{saved('x.npy')[0]}*.npy",
-    "mapped": lambda: np.load(saved("x.npy"), mmap_mode="r"),
-    "path of zarr": lambda: saved("x.zarr"),
-    "zarr": lambda: zarr.open_array(saved("x.zarr"), mode="r"),
+    "npy": lambda: (np.save("x.npy", X), "x.npy")[1],
+    "npz": lambda: (np.savez("x.npz", x=X), "x.npz:x")[1],
+    "open h5": lambda: (save_h5("x.h5", X), h5py.File("x.h5")["x"])[1],
+    "pattern": lambda: (np.save("x.npy", X), "x*.npy")[1],
+    "mapped": lambda: (np.save("x.npy", X), np.load("x.npy", mmap_mode="r"))[1],
+    "path of zarr": lambda: (save_zarr("x.zarr", X), "x.zarr")[1],
     "in a group": lambda: zarr.open_group("g.zarr", mode="a").create_array("x", data=X),
 }
 
@@ -772,19 +752,6 @@ def test_a_worker_that_finds_something_else(what, module):
     assert report.rows == ROWS
 
 
-@pytest.mark.parametrize("kind", ["sum", "mean", "max", "var"])
-def test_rows_that_make_reductions_not_finite(kind):
-    x = X.copy()
-    x[[3, 8], 1] = np.nan
-    options = dict(out_axes=bx.Reduce(kind), **UNIT)
-    with pytest.raises(bx.RowError, match=r"row 3 of .*is not finite"):
-        bx.map(double, x, on_nonfinite="raise", **options)
-    report = bx.map(double, x, on_nonfinite="quarantine", **options)
-    assert [b.row for b in report.bad] == [3, 8]
-    expected = getattr(np, kind)(np.delete(x, [3, 8], 0) * 2, axis=0)
-    np.testing.assert_allclose(report.reduced, expected, rtol=1e-5)
-
-
 def test_a_shared_integer_that_does_not_fit():
     if jax.config.jax_enable_x64:
         pytest.skip("it fits 64 bits")
@@ -802,15 +769,6 @@ def test_outputs_that_are_none(monkeypatch):
     save_zarr("x.zarr", X)
     with pytest.raises(bx.ArgumentTypeError, match=r"out='x\.zarr/y\.npy' lies in x"):
         bx.map(double, "x.zarr", out="x.zarr/y.npy", progress=False)
-
-
-def test_the_home_of_the_user(monkeypatch):
-    monkeypatch.setenv("HOME", str(Path("home").absolute()))
-    Path("home").mkdir()
-    np.save("home/x.npy", X)
-    bx.map(double, "~/x.npy", out="~/y.npy", progress=False)
-    np.testing.assert_array_equal(np.load("home/y.npy"), X * 2)
-    assert not Path("~").exists()
 
 
 @pytest.mark.parametrize("name", ["job.json", "done.json", "journal/main.jsonl"])
@@ -840,14 +798,6 @@ def test_what_has_no_rows_that_jax_has_numbers_for():
         bx.map(double, closed, progress=False)
     with pytest.raises(bx.ArgumentTypeError, match=r"x: JAX has no numbers of dtype float1"):
         bx.map(double, X.astype(np.longdouble), progress=False)
-
-
-def test_numbers_that_are_none():
-    for executor in ("processes:²", "processes:0", "shard:²/3"):
-        with pytest.raises(bx.OptionError, match=r'"processes:4".*; got '):
-            bx.map(double, X, out="y.npy", executor=executor, progress=False)
-    with pytest.raises(bx.ArgumentTypeError, match="a path has no zero bytes"):
-        bx.map(double, X, out="y\0.npy", progress=False)
 
 
 def test_a_scheduler_that_is_not_there(monkeypatch):

@@ -37,12 +37,6 @@ def test_what_lanes_compute_by_themselves_is_not_exchanged(batch_size):
     assert "4 along devices: 2 lanes each" in as_page(explanation)
 
 
-def test_work_is_that_of_all_devices():
-    expected = bx.explain(affine, (0, None), compile=False)(X, W).equations
-    found = explained(affine, X, W, mesh="all", compile=False).equations
-    assert [e.work.flops for e in found] == [e.work.flops for e in expected] == [160.0, 16.0]
-
-
 def test_lanes_that_do_not_come_out_even_and_what_is_reduced():
     options = {"mesh": "all", "out_axes": bx.Reduce("sum")}
     explanation = explained(affine, X[:7], W, **options)
@@ -68,21 +62,6 @@ def test_what_is_sharded_over_other_axes_is_no_copy():
     devices = explained(lambda x, w: affine(x, w) @ v, X, w, mesh=(mesh, "a")).devices
     assert (devices.axes, devices.count, devices.each) == (("a",), 2, 4)
     assert [x.name for x in devices.replicated] == ["a closed-over f32[2,2]"]
-
-
-def test_nothing_is_said_where_there_is_nothing_to_say():
-    explanation = explained(affine, X, W)
-    assert explanation.devices is None
-    assert "  devices " not in str(explanation)
-    uncompiled = explained(affine, X, W, mesh="all", compile=False)
-    assert uncompiled.devices.collectives is None
-    assert "exchanged" not in str(uncompiled)
-
-
-def test_chunks_are_counted_on_a_device():
-    x = jnp.ones((64, 5))
-    (finding,) = explained(affine, x, W, mesh="all", batch_size=2, compile=False).findings
-    assert finding.message.startswith("8 chunks of 2 lanes")
 
 
 def test_what_a_lane_reads_is_counted_once_though_devices_run_chunks():

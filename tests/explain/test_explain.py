@@ -3,7 +3,6 @@
 import functools
 import inspect
 import re
-import time
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +12,9 @@ from jax import lax
 from jax.interpreters import batching, mlir
 
 import batchax as bx
-from batchax.analysis.cost import cost_of_program
 from batchax.analysis.thresholds import TABLE
 from batchax.divergence.runner import Runner
-from batchax.explain import measure
 
-from support.compiled import compilations
 from support.features import Box
 
 M, V, B = (jnp.ones(shape, "float32") for shape in ((5, 3), (8, 3), (5,)))
@@ -70,20 +66,6 @@ def test_nothing_is_run_and_types_are_enough():
     assert str(given) == str(asked)
 
 
-def test_flops_and_bytes_are_those_of_the_batched_program():
-    def f(x, w):
-        y = lax.scan(lambda c, t: (jnp.tanh(c @ w) + t, c.sum()), jnp.zeros(3), x)[1]
-        return jnp.sort(y) * jnp.sin(w).sum()
-
-    x, w = jnp.ones((4, 7, 3)), jnp.ones((3, 3))
-    for options in ({}, {"batch_size": 2}):
-        batched = bx.vmap(f, (0, None), **options)
-        cost = cost_of_program(jax.make_jaxpr(batched)(x, w))
-        explanation = bx.explain(f, (0, None), **options)(x, w)
-        assert explanation.work.flops == cost.flops + cost.transcendentals
-        assert explanation.work.bytes <= cost.bytes
-
-
 def test_work_is_per_lane_and_as_often_as_it_runs():
     def f(x, w):
         return lax.fori_loop(0, 10, lambda i, c: c @ w, x)
@@ -132,20 +114,6 @@ def test_branches_and_loops_hold_their_parts():
     assert branch.work.flops == 24  # of the more expensive branch
 
 
-def test_lanes_that_part_ways_are_said_to():
-    def f(x, w):
-        def body(c):
-            return c[0] + 1, jnp.tanh(w @ c[1])
-
-        return lax.while_loop(lambda c: c[1].sum() > c[0], body, (0, x))[1]
-
-    x, w = jnp.ones((512, 32)), jnp.ones((32, 32))
-    loop = by_primitive(bx.explain(f, (0, None), divergence="compact")(x, w))["while"]
-    assert loop.notes["divergence"] == "compact"
-    assert loop.notes["widths"][0] == 512
-    assert {"dot_general", "tanh"} <= {p.primitive for p in loop.parts}
-
-
 ONE_DEVICE = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
 
 
@@ -191,33 +159,12 @@ def test_branches_that_stay_masked_say_why():
     assert "several devices" in why_masked(either(jnp.sin), p, x, divergence="auto")
 
 
-@pytest.mark.parametrize("divergence", [ONE_DEVICE, "compact"], ids=["auto", "compact"])
-def test_loops_that_stay_masked_say_why(divergence):
-    loop = lambda step: lambda x: lax.while_loop(lambda x: x.sum() < 9, step, x)
-    why = why_masked(loop(calling_host), jnp.ones((64, 2)), divergence=divergence)
-    assert why.startswith("the host is called")
-    few = why_masked(loop(lambda x: x * 1.5 + 1), jnp.ones((8, 2)), divergence="compact")
-    assert "mostly overhead" in few
-
-
 def test_bounded_loops_that_stay_masked_say_why():
     step = lambda x: x * 1.5 + lax.axis_index("i")
     run = lambda x: bx.bounded_while(lambda x: x.sum() < 9, step, x, max_steps=9)
     x = jnp.ones((64, 2))
     assert why_masked(run, x, axis_name="i") == "a step uses the name of an axis"
     assert "the name" in why_masked(run, x, axis_name="i", divergence=bx.Compact(width=4))
-
-
-def test_branches_that_stay_masked_beside_others_say_why():
-    def f(p, x, w):
-        many = lambda x: lax.fori_loop(0, 50, lambda _, x: jnp.tanh(w @ x), x)
-        return lax.cond(p, many, lambda x: x + 1, x)
-
-    p, x, w = jnp.arange(512) > 30, jnp.ones((512, 64)), jnp.ones((64, 64))
-    explanation = bx.explain(f, (0, 0, None), compile=False, divergence=ONE_DEVICE)(p, x, w)
-    eqn = by_primitive(explanation)["cond"]
-    assert (eqn.notes["apart"], list(eqn.notes["why"])) == ([1], [0])
-    assert f"others masked, branch 0: {eqn.notes['why'][0]}" in str(explanation)
 
 
 def primitive(name):
@@ -263,25 +210,6 @@ def test_services_are_told_apart():
     assert "reduce_sum" in users[0].emitted
     assert any(e.service == "lanes" and "explained" not in e.primitive for e in explanation.walk())
     assert {e.service for e in explanation.walk()} == {"once", "own", "user", "jax", "lanes"}
-
-
-def test_lines_inside_a_jitted_function_of_the_users_are_shown():
-    @jax.jit
-    def inner(x):
-        return jnp.cos(x)
-
-    def f(x):
-        return jnp.where(x > 0, inner(x), 0)
-
-    def g(x):
-        return jnp.where(x < 1, x, 0)
-
-    for fun in (f, g):  # `where` is staged for both at once, and the lines are each one's own
-        explanation = bx.explain(fun)(jnp.ones((4, 2)))
-        selected = by_primitive(explanation)["select_n"]
-        assert selected.source.line == inspect.getsourcelines(fun)[1] + 1
-        assert not any(e.primitive.startswith("jit") for e in explanation.walk())
-    assert by_primitive(bx.explain(f)(jnp.ones((4, 2))))["cos"].source.text == "return jnp.cos(x)"
 
 
 def test_out_axes_and_trees_of_arguments():
@@ -353,41 +281,6 @@ def test_measuring_runs_it_in_turns_with_a_loop_and_other_chunks():
 
     with pytest.raises(bx.ArgumentTypeError, match=r"p\['w'\] has no values"):
         bx.explain(lambda p: p["w"], measure=True)({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
-
-
-def test_measuring_has_a_limit_and_says_what_it_left_out():
-    x, w = jnp.ones((20, 3)), jnp.ones((3, 3))
-    explained = bx.explain(lambda x, w: jnp.tanh(x @ w), (0, None), measure=True, time_limit=0)
-    explanation = explained(x, w)
-    assert [t.batch_size for t in explanation.timings] == [None]
-    assert explanation.unmeasured == ("loop", 4, 16)
-    left = "No time was left to measure a loop over examples, 4 lanes at a time, 16 lanes at a time"
-    for shown in (str(explanation), explanation._repr_html_()):
-        assert left in " ".join(shown.split())
-
-
-def test_examples_to_measure_are_cut_by_one_program():
-    """Not by one for each of them, which took minutes to compile."""
-    compiled = compilations(
-        lambda: bx.explain(lambda x: x * 3 + 1, measure=True)(jnp.ones((100, 3)))
-    )
-    assert 3 <= len(compiled) < 20
-
-
-def test_slow_examples_are_measured_for_some_lanes(monkeypatch):
-    monkeypatch.setattr(measure, "_ROUNDS", 2)
-    monkeypatch.setattr(measure, "_sizes", lambda lanes: [])
-
-    def slow(x):
-        wait = lambda x: (calls.append(1), time.sleep(0.02), np.asarray(x))[-1]
-        type = jax.ShapeDtypeStruct((), jnp.float32)
-        return jax.pure_callback(wait, type, x, vmap_method="broadcast_all")
-
-    calls = []
-    explanation = bx.explain(slow, measure=True)(jnp.arange(1000.0, dtype="float32"))
-    assert len(calls) < 500
-    (loop,) = [t for t in explanation.timings if t.batch_size == "loop"]
-    assert loop.seconds > 1000 * 0.02  # of all lanes, though not all were run
 
 
 def test_rows_are_listed_as_the_function_of_one_row():
@@ -554,10 +447,3 @@ def test_a_program_that_is_remembered_cannot_be_explained():
     jax.grad(batched)(M, V, B)
     with pytest.raises(bx.ArgumentTypeError, match="Remove jit, or pass explain what vmap"):
         bx.explain(gradient)(M, V, B)
-
-
-def test_its_repr_is_one_line():
-    explanation = bx.explain(lambda x: x + 1, compile=False)(jnp.ones(3))
-    assert repr(explanation) == (
-        "<Explanation of <lambda>: 3 lanes, 1 equation, 0 findings; print it, or .to_html(path)>"
-    )

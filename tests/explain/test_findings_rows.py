@@ -101,37 +101,6 @@ def test_figures_of_branches_by_length(lengths):
     assert ("svd" if few else "needs a length as a number") in finding.remedy
 
 
-def test_room_to_spare_is_cut_away():
-    (finding,) = found(packs, rows(spare=200))
-    x = rows(spare=200)
-    cut = eval(finding.remedy.split("before: ")[1].rstrip("."), {"batchax": bx, "x": x})
-    assert found(packs, cut) == ()
-
-
-@pytest.mark.parametrize(
-    ("x", "options"),
-    [
-        (rows(), {}),
-        (abstract(rows()), {}),
-        (rows(), {"layout": "padded"}),
-        (rows(), {"layout": "packed"}),
-        (rows(), {"layout": "grouped"}),
-        (rows(), {"buckets": 2}),
-        (rows(), {"batch_size": 4}),
-    ],
-)
-def test_all_layouts_are_listed(x, options):
-    explanation = explain(pads, compile=False, **options)(x)
-    assert explanation.lanes == 8
-    assert explanation.arguments[0].name == "x.data"
-    assert {"tanh", "cumsum"} <= {eqn.primitive for eqn in explanation.walk()}
-    assert [v.axis for v in explanation.outputs] == [0]
-    assert explanation.outputs[0].batched == f"f32[96,{WIDTH}]" or isinstance(
-        x.lengths, jax.ShapeDtypeStruct
-    )
-    assert "tanh" in str(explanation)
-
-
 W = np.eye(2, dtype=np.float32)
 OF_A_VECTOR = {
     "a loop over the places": lambda r: jax.lax.fori_loop(
@@ -208,17 +177,3 @@ def test_lengths_are_traced_where_jit_traces_them():
     assert [v.name for v in outside.arguments] == ["x.data"]
     measured = explain(jax.jit(batched), measure=True)(x)
     assert measured.timings[0].peak == inside.memory.peak
-
-
-def test_a_ragged_of_types():
-    data, lengths = jax.ShapeDtypeStruct((12,), np.float32), jax.ShapeDtypeStruct((3,), np.int32)
-    x = bx.Ragged(data, lengths)
-    assert repr(x) == "Ragged(3 rows of float32[n,], lengths=unknown, max_length=12)"
-    assert jax.eval_shape(bx.vmap(lambda t: t.sum()), x).shape == (3,)
-    assert explain(lambda t: t.sum(), compile=False)(bx.Ragged(data, [3, 4, 5])).lanes == 3
-    images = bx.Ragged(data, (lengths, lengths), (4, 4), axis=(0, 1))
-    assert explain(lambda t: t.sum(), compile=False)(images).lanes == 3
-    with pytest.raises(bx.ArgumentTypeError, match="integers"):
-        bx.Ragged(data, jax.ShapeDtypeStruct((3,), np.float32))
-    with pytest.raises(bx.AxisError, match="add up to 13"):
-        bx.Ragged(data, [3, 4, 6])

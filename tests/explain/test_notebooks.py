@@ -36,9 +36,3 @@ def test_lines_are_those_of_cells(cell):
     assert "cell 3, line 2" in explanation._repr_html_()
     other = bx.same_program(cell, jnp.exp, jnp.ones(3))
     assert "cell 3, line 2" in str(other)
-
-
-def test_a_shell_without_cells_has_files(cell, monkeypatch):
-    for module in (types.SimpleNamespace(), types.SimpleNamespace(get_ipython=lambda: None)):
-        monkeypatch.setitem(sys.modules, "IPython", module)
-        assert "cell_of_a_test.py:2" in str(bx.find_nonfinite(cell)(jnp.array([-1.0])))

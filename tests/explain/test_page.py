@@ -1,11 +1,9 @@
 """The page of an explanation, in a real browser: what it shows, and how it is used."""
 
 import json
-import math
 import re
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 import jax.numpy as jnp
 import pytest
@@ -13,12 +11,11 @@ from jax import lax
 
 import batchax as bx
 from batchax.execution.memory import show_bytes
-from batchax.explain.account import StepCount
 from batchax.explain.page import as_embedded_page, as_page
 from batchax.explain.wording import show_flops
 
 from support.browser import browser
-from support.explanations import HOSTILE, array, large, layers, rich
+from support.explanations import array, large, layers, rich
 
 WIDE = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 
@@ -110,12 +107,6 @@ def _focused(session):
     )
 
 
-def _point_at(session, element):
-    from selenium.webdriver import ActionChains
-
-    ActionChains(session).move_to_element(element).perform()
-
-
 def _details(session, number):
     """The text of the opened details of an equation, with plain spaces."""
     session.execute_script(
@@ -149,20 +140,6 @@ def test_what_is_put_into_it_later_cannot_run(page):
     assert len(_complaints(page)) == 2  # the script and the picture, both refused
 
 
-def test_the_summary_counts_equations_and_work(page):
-    explanation = rich()
-    assert (
-        _one(page, "#summary .lead").text == "14 equations: 13 batched, 1 done once for all lanes."
-    )
-    services = [item.text for item in _all(page, "#summary .services li")]
-    assert services[0] == "● 10 batched by rules of batchax"
-    assert services[-1] == "○ 1 done once for all lanes"
-    flops, moved = ([c.text for c in _all(row, "td")] for row in _all(page, ".costs tbody tr"))
-    work = explanation.work
-    assert flops == [show_flops(work.flops), show_flops(work.flops / 8), show_flops(90_000)]
-    assert moved == [size(work.bytes), size(work.bytes / 8), size(210_000)]
-
-
 def test_every_equation_is_there_with_its_figures(page):
     page.find_element("id", "open").click()
     for eqn in rich().walk():
@@ -179,125 +156,6 @@ def test_every_equation_is_there_with_its_figures(page):
             assert value.example in panel
         if eqn.source.file:
             assert f"{eqn.source.file.rsplit('/', 1)[-1]}:{eqn.source.line}" in panel
-
-
-def test_details_say_what_became_of_an_equation(page):
-    _summary(page, "2").click()
-    panel = _one(page, "#e2 .panel").text
-    assert "M\nf32[64,64]" in panel.replace(" f32", "\nf32")
-    assert "the same for all lanes" in panel
-    assert "batched by rules of batchax" in panel
-    assert "contraction" in panel
-    assert "dot_general, transpose" in panel
-    assert "2 KiB transposed" in panel
-    assert "8.19 kFLOP per lane, 65.5 kFLOP for all" in panel
-    assert "Divergencemasked" in _details(page, "4")
-
-
-def test_the_batch_axis_is_marked_where_it_is(page):
-    marked = page.execute_script(
-        """return [...document.querySelectorAll('#e5 > details > summary .type code')].map(code => {
-          const axis = code.querySelector('.axis'), style = getComputedStyle(axis);
-          return [code.innerText, axis.firstChild.data, style.textDecorationLine, style.fontWeight];
-        })"""
-    )
-    ((text, axis, line, weight),) = marked
-    assert (text, axis, line) == ("f32[16,8,4]", "8", "underline")
-    assert int(weight) >= 700
-    assert _all(page, "#e1 > details > summary .axis") == []
-
-
-def test_bars_are_to_scale_and_say_whether_a_value_is_batched(page):
-    values = {"M": 16_384, "x": 2_048, "w": 256}
-    drawn = page.execute_script(
-        """return Object.fromEntries([...document.querySelectorAll('.value')].map(v => [
-          v.dataset.name, [...v.querySelectorAll('.bar i')].map(
-            i => [i.className, i.getBoundingClientRect().width, getComputedStyle(i).borderTopStyle])
-        ]))"""
-    )
-    length = {name: sum(part[1] for part in drawn[name]) for name in values}
-    for name, held in values.items():
-        assert length[name] / length["M"] == pytest.approx(
-            math.log2(held) / math.log2(16_384), abs=0.01
-        )
-    (_, one, _), (_, many, _) = drawn["x"]
-    assert many / one == pytest.approx(math.log2(8) / math.log2(2_048 / 8), abs=0.01)
-    assert drawn["M"][0][2] == "dashed"
-    assert drawn["x"][0][2] == "solid"
-    inner = page.execute_script(
-        "const bar = document.querySelector('[id=\"e4.2\"] .bar');"
-        "return [...bar.children].reduce((w, i) => w + i.getBoundingClientRect().width, 0)"
-    )
-    assert inner == pytest.approx(length["x"], abs=0.5)  # one scale, however deep
-
-
-def test_rails_lead_from_the_maker_to_each_user(page):
-    """From equation 3 to 4, which is next; from 1 to 3, beside 2, and on to the result."""
-    places = page.execute_script(
-        """const box = e => e.getBoundingClientRect();
-        const tops = Object.fromEntries([...document.querySelectorAll('.row')]
-          .map(r => [r.id, [box(r).top, box(r).bottom]]));
-        const top = '.flow > .scope > .rails > ';
-        const rails = [...document.querySelectorAll(top + '.rail[data-from="1"]')]
-          .map(r => [r.className, box(r).top, box(r).bottom, box(r).left, box(r).right]);
-        return [tops, rails, box(document.querySelector('#e1')).left];"""
-    )
-    rows, rails, left = places
-    out, *_, last = rails
-    assert rows["e1"][0] < out[1] < rows["e1"][1]
-    into = [r for r in rails if " in" in r[0]]
-    assert rows["e3"][0] < into[0][2] < rows["e3"][1]
-    assert last[2] > rows["e8"][1]  # it is a result as well
-    down = next(r for r in rails if "down" in r[0])
-    assert down[1] == pytest.approx(rows["e1"][1], abs=1.5)
-    assert down[2] == pytest.approx(last[1], abs=1.5)
-    assert all("shared" in r[0] for r in rails)
-    assert all(r[4] <= left + 1 for r in rails)
-
-
-def test_hovering_shows_details_and_neighbours(page):
-    _point_at(page, _summary(page, "3"))
-    shown = _one(page, "#inspector").text
-    assert shown.startswith("3 add")
-    assert "136 FLOP per lane, 1.09 kFLOP for all" in shown
-    assert "2 KiB written" in shown
-    near = {row.get_attribute("id"): row.get_attribute("class") for row in _all(page, ".row.near")}
-    assert set(near) == {"e1", "e2", "e4"}
-    assert "maker" in near["e1"]
-    assert "user-of" in near["e4"]
-    said = page.execute_script(  # colour is not the only sign
-        """return [...document.querySelectorAll('.row > .equation > summary .cost')].map(cost =>
-          [cost.closest('.row').id, ...['::before', '::after']
-            .map(part => getComputedStyle(cost, part))
-            .filter(style => style.visibility === 'visible').map(style => style.content)])
-          .filter(words => words.length > 1)"""
-    )
-    assert said == [
-        ["e1", '"↓ gives to it"'],
-        ["e2", '"↓ gives to it"'],
-        ["e4", '"↑ takes from it"'],
-    ]
-    lit = {rail.get_attribute("data-value") for rail in _all(page, ".rail.near")}
-    assert lit == {"a", "b", "c"}
-    _point_at(page, _summary(page, "5"))
-    assert "my_fft_rule" in _one(page, "#inspector").text
-    assert {row.get_attribute("id") for row in _all(page, ".row.near")} == {"e4", "e6"}
-
-
-def test_tab_reaches_what_there_is(page):
-    _press(page, "TAB")
-    assert _focused(page) == "skip"
-    _press(page, "ENTER")
-    assert _focused(page) == "program"
-    _press(page, "TAB")
-    assert _focused(page) == "find"
-    _press(page, "TAB", "TAB", "TAB")  # past the two buttons
-    assert _focused(page) == "e1"
-    assert _one(page, "#inspector").text.startswith("1 tanh")
-    outline = page.execute_script("return getComputedStyle(document.activeElement).outlineWidth")
-    assert int(outline.removesuffix("px")) >= 2
-    _press(page, "TAB")
-    assert _focused(page) == "e2"
 
 
 def test_the_keyboard_opens_and_walks(page):
@@ -352,33 +210,6 @@ def test_a_finding_leads_to_its_equation(page):
     )
 
 
-def test_lines_and_equations_lead_to_each_other(page):
-    rows = _all(page, "#lines tbody tr")
-    numbers = [row.find_element("css selector", "th").text for row in rows]
-    assert numbers == ["11", "12", "18", "19", "21", "22", "23", "24", "25", "27", "9", "14"]
-    assert HOSTILE in rows[5].text
-    line = next(row for row in rows if "body = lambda" in row.text)
-    assert "77 % (800 kFLOP)" in line.text
-    share, whole = page.execute_script(
-        "const i = arguments[0].querySelector('.share i');"
-        "return [i, i.parentElement].map(e => e.getBoundingClientRect().width)",
-        line,
-    )
-    assert share / whole == pytest.approx(0.77, abs=0.01)
-    line.find_element("css selector", "a").click()
-    assert _focused(page) == "e4.2"
-    _press(page, "ENTER")
-    _one(page, "[id='e4.2'] .place").click()
-    assert _focused(page) == line.get_attribute("id")
-
-
-def test_source_text_is_text(page):
-    _summary(page, "5").click()
-    assert _one(page, "#e5 pre").text == HOSTILE
-    assert _all(page, "#e5 summary .source b") == []
-    assert page.execute_script("return document.scripts.length") == 2  # one is data
-
-
 # The contrast of each piece of text that is to be seen, with what is behind it.
 CONTRAST = """
 const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
@@ -422,70 +253,12 @@ def test_all_text_stands_out(page, theme):
     assert {key: ratio for key, ratio in ratios.items() if ratio < 4.5} == {}
 
 
-def test_the_theme_can_be_chosen_and_is_remembered(page):
-    paper = "return getComputedStyle(document.documentElement).backgroundColor"
-    light = page.execute_script(paper)
-    button = page.find_element("id", "theme")
-    assert button.get_attribute("aria-pressed") == "false"
-    button.click()
-    dark = page.execute_script(paper)
-    assert dark != light
-    page.refresh()
-    button = page.find_element("id", "theme")
-    assert (page.execute_script(paper), button.get_attribute("aria-pressed")) == (dark, "true")
-    button.click()
-    assert page.execute_script(paper) == light
-
-
-def test_names_and_roles(page):
-    assert page.execute_script("return document.documentElement.lang") == "en"
-    assert _one(page, "main").aria_role == "main"
-    regions = {s.accessible_name: s.aria_role for s in _all(page, "main > section")}
-    assert regions == dict.fromkeys(
-        ["Summary", "Memory", "Findings", "Program", "Source lines", "Timings"], "region"
-    )
-    levels = page.execute_script(
-        "return [...document.querySelectorAll('h1,h2,h3')].map(h => +h.localName[1])"
-    )
-    assert levels[0] == 1
-    assert all(b - a <= 1 for a, b in pairwise(levels))
-    assert levels.count(1) == 1
-    name = _summary(page, "2").accessible_name
-    for said in (
-        "2",
-        "own",
-        "dot_general M x",
-        "f32[8,64] batch axis 0, 2 KiB",
-        "2 KiB",
-        "65.5 kFLOP",
-    ):
-        assert said in name
-    assert _one(page, ".scope > ol").aria_role == "list"
-    assert _one(page, ".scope > ol").accessible_name == "Equations"
-    assert _one(page, "#inspector").accessible_name == "Details of the equation in focus"
-    chart = _one(page, "#timings svg")
-    assert chart.aria_role in ("img", "image")
-    assert chart.accessible_name == "Time of one call over batch size: least, 2 ms, at 4."
-    tables = _all(page, "main table")
-    assert all(table.find_elements("css selector", "caption") for table in tables)
-    assert all(link.accessible_name for link in _all(page, "a") if link.is_displayed())
-    assert _one(page, "#theme").aria_role in ("button", "ToggleButton")
-
-
 @pytest.mark.parametrize("width", [320, 480, 1000])
 def test_no_window_is_too_narrow(page, width):
     _screen(page, **{**WIDE, "width": width})
     page.find_element("id", "open").click()
     _summary(page, "2").click()
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
-
-
-def test_on_paper_all_parts_are_open(page):
-    page.find_element("id", "close").click()
-    page.execute_script("dispatchEvent(new Event('beforeprint'))")
-    assert all(part.get_attribute("open") for part in _all(page, ".part"))
-    page.execute_script("dispatchEvent(new Event('afterprint'))")
-    assert not any(part.get_attribute("open") for part in _all(page, ".part"))
 
 
 def _search(page, text):
@@ -666,35 +439,4 @@ def test_a_program_of_nothing_has_a_page(chromium, tmp_path):
     assert "0 equations" in text
     assert "Nothing found" in text
     assert _all(chromium, "#timings, #memory, #steps") == []
-    assert _complaints(chromium) == []
-
-
-def test_loops_and_branches_show_their_lane_steps(chromium, tmp_path):
-    counts = (
-        StepCount("4", None, "masked", 28, 72, 72, 16, 28, masked_for="a step is cheap"),
-        StepCount("7", 1, "once", why="it runs once for all lanes"),
-    )
-    _opened(chromium, tmp_path, as_page(replace(rich(), steps=counts)))
-    loop, branch = (
-        [cell.text for cell in _all(row, "th, td")] for row in _all(chromium, "#steps tbody tr")
-    )
-    line = "x = lax.while_loop(cond, body, x) model.py:21"
-    assert loop == ["4 while", line, "masked; a step is cheap", "28 of 72, 39 %", "39 %"]
-    assert [branch[0], *branch[2:]] == [
-        "7 branch 1",
-        "once for all",
-        "not counted: it runs once for all lanes",
-        "-",
-    ]
-    (share,) = chromium.execute_script(
-        "return [...document.querySelectorAll('#steps .share i')]"
-        ".map(e => e.getBoundingClientRect().width / e.parentElement.getBoundingClientRect().width)"
-    )
-    assert share == pytest.approx(28 / 72, abs=0.01)
-
-
-def test_a_batch_size_that_was_chosen_is_a_word(chromium, tmp_path):
-    chosen = replace(rich().timings[1], batch_size="auto")
-    _opened(chromium, tmp_path, as_page(replace(rich(), timings=(chosen,))))
-    assert _one(chromium, "#timings tbody th").text == "auto"
     assert _complaints(chromium) == []

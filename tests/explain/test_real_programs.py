@@ -120,19 +120,3 @@ def test_an_ensemble_of_an_adaptive_solver():
     # One finding for all that the rules of JAX serve.
     assert last.kind == "fallback to the rule of JAX"
     assert [f.kind for f in explanation.findings].count(last.kind) == 1
-
-
-def test_a_kernel_of_a_sampler():
-    blackjax = pytest.importorskip("blackjax")
-
-    def chain(key, start):
-        kernel = blackjax.nuts(lambda x: -0.5 * x @ x, 0.5, jnp.ones(3))
-        step = lambda state, key: (kernel.step(key, state)[0], state.position)
-        return jax.lax.scan(step, kernel.init(start), jax.random.split(key, 4))[1]
-
-    keys = jax.random.split(jax.random.key(0), 8)
-    explanation = bx.explain(chain, compile=False)(keys, jnp.ones((8, 3)))
-    text = told(explanation, chain, 600, 2_000_000)
-    (waits,) = [f for f in explanation.findings if "slowest" in f.kind]
-    assert "The same holds for 2 equations inside of it" in waits.message
-    assert "kernel.step(key, state)[0], state.position)" in text[: text.index("  equations ")]

@@ -1,14 +1,10 @@
 """What repeats in a listing is told once, and counted."""
 
-from dataclasses import replace
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import batchax as bx
-from batchax.explain.account import Value
-from batchax.explain.wording import Again, alike, fold
+from batchax.explain.wording import Again, fold
 
 from support.explanations import array, equation, layers, line
 
@@ -48,46 +44,6 @@ def test_a_fold_takes_what_its_equations_take_of_others_and_has_all_that_they_gi
     assert again.work.flops == sum(e.work.flops for e in layers().equations[2:12])
 
 
-def test_parts_of_different_roles_are_not_taken_together():
-    parts = [replace(e, role=f"branch {i // 4}") for i, e in enumerate(kinds("aaaaaaaa"))]
-    assert not any(isinstance(e, Again) for e in fold(parts))
-
-
-def test_batches_of_other_sizes_are_told_with_their_sizes():
-    def of(size):
-        batched = f"f32[{size},8]"
-        return [
-            replace(e, outputs=(replace(e.outputs[0], batched=batched),)) for e in kinds("abcd")
-        ]
-
-    listed, again = fold([*of(1), *of(2), *of(4)])[-2:]
-    assert listed.primitive == "d"
-    assert (again.rounds, again.sizes) == (2, ("f32[2,8]", "f32[4,8]"))
-    assert fold(kinds("abcdabcd"))[-1].sizes == ()
-
-
-def test_thousands_are_folded_by_few_comparisons(monkeypatch):
-    compared, places = [], np.flatnonzero
-    monkeypatch.setattr(np, "flatnonzero", lambda x: (compared.append(x.size), places(x))[1])
-    random = np.random.default_rng(0)
-    layer = "".join(random.choice(list("abcdefgh"), 150))
-    eqns = kinds(layer * 40 + "".join(random.choice(list("abcdefgh"), 1000)))
-    found = fold(eqns)
-    assert sum(compared) < len(eqns) ** 2 / 4
-    assert max(e.rounds for e in found if isinstance(e, Again)) == 39
-
-
-def test_values_that_differ_in_their_places_only_are_alike():
-    name = lambda n: Value(n, "f32[3]", "f32[3]", None, 12)
-    values = [name(f"state[0]['w{i}'][{j}]") for i in range(2) for j in range(2)]
-    found = alike([*values, name("x1"), name("x2")])
-    assert [(label, len(same)) for label, same in found] == [
-        ("state[0]['w*'][*]", 4),
-        ("x1", 1),
-        ("x2", 1),
-    ]
-
-
 def test_the_text_tells_layers_once():
     def network(ws, x):
         for w in ws:
@@ -117,13 +73,3 @@ def test_very_many_arguments_are_not_all_named():
     lines = str(explanation).splitlines()
     assert "  p['j']: f32[10]" in lines
     assert "  ... and 10 more; all together 852 B" in lines
-
-
-def test_findings_come_first_and_name_their_lines():
-    def wait(x):
-        return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.tanh(x @ x.T @ x) + 1, x)
-
-    text = str(bx.explain(wait, compile=False)(jnp.ones((512, 8, 8))))
-    finding = text.index("`while` runs until the last")
-    assert text.index("at tests/explain/test_repeats.py:") > finding
-    assert finding < text.index("  equations ") < text.index("The program of one example")

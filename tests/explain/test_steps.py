@@ -138,12 +138,6 @@ def test_random_programs(seed, options):
         assert step.done >= step.least >= step.needed
 
 
-def test_in_chunks_masked_lanes_wait_for_those_of_their_chunk():
-    (step,) = steps_of(count_down, NUMBERS, batch_size=2)
-    assert (step.needed, step.done, step.masked, step.longest) == (28, 2 * (3 + 7 + 12), 44, 12)
-    assert (step.utilization, step.bound) == (28 / 44, 28 / 44)
-
-
 def bounded(n):
     step = lambda c: (c[0] - 1, c[1] * 1.5)
     return bx.bounded_while(lambda c: c[0] > 0, step, (n, 1.0), max_steps=16)
@@ -187,21 +181,6 @@ def test_loops_in_which_lanes_of_all_chunks_meet():
     assert [s.why for s in steps if s is not apart] == ["lanes of all chunks meet in it"] * 2
 
 
-def test_nothing_is_shown_to_the_host_once_more():
-    seen = []
-
-    def fun(n):
-        def step(c):
-            jax.debug.callback(seen.append, c[0])
-            return c[0] - 1, c[1] + 1.0
-
-        return lax.while_loop(lambda c: c[0] > 0, step, (n, 0.0))[1]
-
-    (step,) = steps_of(fun, NUMBERS)
-    jax.effects_barrier()
-    assert (step.needed, step.done, seen) == (28, 72, [])
-
-
 def calls_the_host(n):
     io_callback(lambda n: None, None, n)
     return count_down(n)
@@ -211,16 +190,6 @@ def with_reference(n):
     ref = jax.new_ref(0.0)
     ref[...] = count_down(n)
     return ref[...]
-
-
-@bx.custom_vmap
-def with_rule(n):
-    return count_down(n)
-
-
-@with_rule.def_vmap
-def _rule(axis_size, in_batched, n):
-    return jax.vmap(count_down)(n), True
 
 
 @pytest.mark.parametrize(
@@ -274,11 +243,6 @@ def test_steps_back_over_a_bounded_loop(options, done):
     loops = [s for s in steps if s.longest == 24]
     assert len(loops) == 2
     assert all((s.needed, s.masked) == (56, 2 * forth.masked) for s in loops)
-
-
-def test_what_a_rule_of_the_users_runs_is_not_told_of():
-    (step,) = steps_of(lambda n: with_rule(n) + count_down(n), NUMBERS)
-    assert (step.needed, step.done) == (28, 72)
 
 
 def test_faces_show_counts():

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from batchax.commands.words import Mistake, add_ways, batch_size, function, literal
+from batchax.commands.words import Commands, Mistake, add_ways, batch_size, function, literal
 from batchax.datasets.addresses import is_url
 from batchax.datasets.inspect import follow, status, verify
 from batchax.datasets.sources import open_path
+from batchax.jaxprs.types import Tree
 from batchax.map import map
 
 _DONE, _FAILED, _WITH_BAD, _INTERRUPTED = 0, 1, 3, 130
 
 
-def add_to(commands: Any) -> None:
-    """Adds the commands to the parser's."""
+def add_to(commands: Commands) -> None:
     command = commands.add_parser(
         "map",
         help="apply a function of one row to a dataset, from disk to disk",
@@ -81,7 +81,7 @@ def add_to(commands: Any) -> None:
     command.set_defaults(run=_verify, failed=_FAILED)
 
 
-def add_call(command: Any) -> None:
+def add_call(command: argparse.ArgumentParser) -> None:
     """Adds the arguments that `map` and `slurm` share to a parser."""
     command.add_argument(
         "function", help="the function of one row: module:name, or path/to/file.py:name"
@@ -278,7 +278,7 @@ def call_of(options: argparse.Namespace) -> Call:
     return Call(function(options.function), arrays, in_axes, out_axes, size, key)
 
 
-def _array(text: str) -> Any:
+def _array(text: str) -> Tree:
     """An argument: the path of an array with rows, or what all rows share."""
     if not text.startswith("@"):
         return text

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import runpy
 from pathlib import Path
-from typing import Any
 
-from batchax.commands.words import Mistake
+from batchax.commands.words import Commands, Mistake
 
 # A wheel has the example next to this file; a checkout has it in `examples/`.
 _PLACES = (
@@ -16,8 +15,7 @@ _PLACES = (
 )
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the parser's."""
+def add_to(commands: Commands) -> None:
     command = commands.add_parser(
         "demo",
         help="run an example on real data, and draw its result",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.commands.words import Mistake, add_ways, batch_size, function, literal
+from batchax.commands.words import Commands, Mistake, add_ways, batch_size, function, literal
 from batchax.explain.explain import explain
 from batchax.explain.text import for_terminal
 from batchax.frontend.rows import Layout
+from batchax.jaxprs.types import Tree, Value
 
 _SHORT = {
     "bool": "bool",
@@ -27,8 +27,7 @@ _DTYPES = _SHORT | {name: name for name in _SHORT.values()}
 _TYPE = re.compile(r"(\w+)\[([\d,\s]*)\]")
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the parser's."""
+def add_to(commands: Commands) -> None:
     command = commands.add_parser(
         "explain",
         help="show how a function is batched, and what that costs",
@@ -137,7 +136,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(explanation: Any) -> None:
+def _show(explanation: object) -> None:
     if isinstance(explanation, str):
         print(explanation)
         return
@@ -146,8 +145,7 @@ def _show(explanation: Any) -> None:
     Console(soft_wrap=True).print(explanation)
 
 
-def _argument(text: str, with_values: bool) -> Any:
-    """An argument from how the command line describes it."""
+def _argument(text: str, with_values: bool) -> Tree:
     value = _type(text)
     if value is None:
         value = jax.tree.map(
@@ -173,7 +171,7 @@ def _type(text: str, required: str | None = None) -> jax.ShapeDtypeStruct | None
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _random_values(x: Any) -> Any:
+def _random_values(x: Value) -> Value:
     if not isinstance(x, jax.ShapeDtypeStruct):
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterator
-from typing import Any
 
 from batchax.commands.dataset import add_call, call_of
-from batchax.commands.words import Mistake
+from batchax.commands.words import Commands, Mistake
 from batchax.datasets.addresses import at_home
 from batchax.datasets.row_function import RowFunction
 from batchax.datasets.run import plan_of
@@ -38,8 +37,7 @@ exit "$code"
 """
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the parser's."""
+def add_to(commands: Commands) -> None:
     command = commands.add_parser(
         "slurm",
         help="print a Slurm script that runs a map",

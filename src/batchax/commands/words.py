@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import importlib.util
@@ -10,13 +11,20 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Collection
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal, Protocol
 
 _OF_LIBRARIES = ("site-packages", os.path.dirname(os.path.dirname(__file__)))
 _MOST_NAMED = 10  # functions, where there is none of a name
 
 
-def add_ways(command: Any, what: str, default: str | None) -> None:
+class Commands(Protocol):
+    """The subcommands of a parser."""
+
+    def add_parser(self, name: str, /, **how: Any) -> argparse.ArgumentParser: ...
+
+
+def add_ways(command: argparse.ArgumentParser, what: str, default: str | None) -> None:
     """Adds to a parser how loops and small matrices run, of `what`: lanes, or rows."""
     command.add_argument(
         "--divergence",
@@ -75,7 +83,7 @@ def function(name: str) -> Callable[..., Any]:
     return target
 
 
-def _module(place: str) -> Any:
+def _module(place: str) -> ModuleType:
     if place.endswith(".py"):
         spec = importlib.util.spec_from_file_location(os.path.basename(place)[:-3], place)
         if spec is None or spec.loader is None or not os.path.exists(place):
@@ -97,7 +105,6 @@ def _module(place: str) -> Any:
 
 
 def literal(text: str, option: str) -> Any:
-    """A Python value."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -107,10 +114,11 @@ def literal(text: str, option: str) -> Any:
         ) from None
 
 
-def batch_size(text: str | None) -> Any:
-    """A number, "auto", or None."""
-    if text is None or text == "auto":
-        return text
+def batch_size(text: str | None) -> int | Literal["auto"] | None:
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
     if not (text.isascii() and text.isdigit()):
         raise Mistake(f'--batch-size: {text!r} is neither a number nor "auto".')
     return int(text)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from types import ModuleType
 
 from batchax.errors import ArgumentTypeError, BatchaxError, StorageError, UnsupportedError
 
@@ -91,7 +91,7 @@ class ObjectPath:
 Address = Path | ObjectPath
 
 
-def is_url(x: Any) -> bool:
+def is_url(x: object) -> bool:
     return isinstance(x, ObjectPath) or (isinstance(x, str) and _match(x) is not None)
 
 
@@ -161,7 +161,7 @@ _INSTALLED_BY = {
 }
 
 
-def needed(module: str, what: str) -> Any:
+def needed(module: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from batchax.datasets.addresses import reading
 from batchax.datasets.files import Column, InMemory, Layout, linked_files
-from batchax.datasets.plan import Rows, kept, reject_several_axes
+from batchax.datasets.plan import ArrowArray, ForeignArray, Rows, kept, reject_several_axes
 from batchax.datasets.source import Files, Index, Labels, Source, check_shape, labels_of, native
 from batchax.errors import ArgumentTypeError
 from batchax.rows.building import elements_of
+from batchax.rows.ragged import Ragged
 
 
 class Mapped(Source):
@@ -54,7 +56,7 @@ class Mapped(Source):
         return np.asarray(got, self.dtype, order="C")
 
 
-def reject_masked(x: Any, name: str) -> None:
+def reject_masked(x: object, name: str) -> None:
     if isinstance(x, np.ma.MaskedArray):
         raise ArgumentTypeError(
             f"{name} is a masked array, and what is masked would count as numbers. Fill it "
@@ -62,14 +64,14 @@ def reject_masked(x: Any, name: str) -> None:
         )
 
 
-def in_memory(x: Any, name: str) -> Source:
+def in_memory(x: ArrayLike, name: str) -> Source:
     reject_masked(x, name)
-    whole = x
+    whole: Any = x
     # The outermost map knows the file and its mode; slices of it do not.
     while isinstance(whole, np.memmap) and isinstance(whole.base, np.ndarray):
         whole = whole.base
     # Of mode "c", what was written is in memory alone, and results of arithmetic map nothing.
-    if isinstance(whole, np.memmap) and whole.mode in ("r", "r+", "w+"):
+    if isinstance(x, np.memmap) and getattr(whole, "mode", None) in ("r", "r+", "w+"):
         return Mapped(x, whole, name)
     return InMemory(x, name)
 
@@ -79,7 +81,7 @@ class InRagged(Source):
     in_process = True
     lends = True
 
-    def __init__(self, x: Any, name: str) -> None:
+    def __init__(self, x: Ragged, name: str) -> None:
         reject_several_axes(x.axis, name)
         if elements_of(x.lengths) is None:
             raise ArgumentTypeError(f"{name}: lengths of rows must be known, and these are traced.")
@@ -105,14 +107,13 @@ class Sliced(Source):
     Its identity is its file or folder, the spec of TensorStore, or a checksum of all rows.
     """
 
-    def __init__(self, x: Any, name: str) -> None:
+    def __init__(self, x: ForeignArray, name: str) -> None:
         library = type(x).__module__.split(".")[0]
         self._tensorstore = library == "tensorstore"
         with reading(name):  # it may have been closed
             shape, dtype = x.shape, x.dtype.numpy_dtype if self._tensorstore else x.dtype
             path, self._origin = _place(x, library)
-            in_hdf5 = library == "h5py" and path is not None
-            linked = linked_files(x, path, name) if in_hdf5 else []
+            linked = linked_files(x, path, name) if library == "h5py" and path is not None else []
         check_shape(shape, name)
         super().__init__(name, shape, dtype)
         self._lock = threading.Lock()  # h5py is for one thread at a time; others may be
@@ -126,21 +127,21 @@ class Sliced(Source):
     def origin(self) -> dict[str, Any] | None:
         return ({} if self.files is None else self.files.identity()) | (self._origin or {}) or None
 
-    def get(self, index: Index) -> Any:
+    def get(self, index: Index) -> np.ndarray:
         if self._tensorstore:
             return self._array[index].read().result()
         with self._lock:
             return np.asarray(self._array[index])
 
 
-def _from_zero(x: Any) -> Any:
+def _from_zero(x: ForeignArray) -> ForeignArray:
     """Shifts the rows of a TensorStore array, which may start anywhere, to start at 0."""
     import tensorstore
 
     return x[tensorstore.d[:].translate_to[0]] if x.rank else x
 
 
-def _from_anywhere(x: Any) -> Any:
+def _from_anywhere(x: ForeignArray) -> ForeignArray:
     """Reopens a zarr array with an absolute path."""
     # Chunks of a relative path are not found in another folder, and zarr-python returns fill values
     # for them.
@@ -152,7 +153,7 @@ def _from_anywhere(x: Any) -> Any:
     return zarr.open_array(type(x.store)(root.absolute()), path=x.path, mode="r")
 
 
-def _place(x: Any, library: str) -> tuple[Path | None, dict[str, Any] | None]:
+def _place(x: ForeignArray, library: str) -> tuple[Path | None, dict[str, Any] | None]:
     """Returns the file or folder of an array, and what else identifies it; None if nothing does."""
     if library == "h5py" and Path(x.file.filename).is_file():
         return Path(x.file.filename), {"member": x.name}
@@ -170,7 +171,7 @@ def _place(x: Any, library: str) -> tuple[Path | None, dict[str, Any] | None]:
 class ArrowColumn(Column):
     """Converts an Arrow array, chunked or not, in memory or mapped, one part at a time."""
 
-    def __init__(self, array: Any, name: str, of_any_type: bool = False) -> None:
+    def __init__(self, array: ArrowArray, name: str, of_any_type: bool = False) -> None:
         super().__init__(name, len(array), array.type, of_any_type)
         self._array = array
 
@@ -178,5 +179,5 @@ class ArrowColumn(Column):
     def lengths(self) -> np.ndarray | None:
         return self._lengths(self._array) if self.ragged else None
 
-    def _rows(self, start: int, stop: int) -> Any:
+    def _rows(self, start: int, stop: int) -> ArrowArray:
         return self._array.slice(start, stop - start)

@@ -19,11 +19,13 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from batchax.errors import JobError, StorageError
+
+T = TypeVar("T")
 
 _UNFINISHED = ".{}.{}.unfinished"
 
@@ -161,13 +163,10 @@ def make_own_folder(path: Path) -> None:
     make_folder(own_folder(path))
 
 
-def remove_file(path: Path) -> None:
+def remove(path: Path) -> None:
     with writing(path):
         path.unlink(missing_ok=True)
         _sync(path.parent)
-
-
-remove = remove_file
 
 
 def remove_all(folder: Path) -> None:
@@ -198,7 +197,7 @@ def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     else:
-        remove_file(path)
+        remove(path)
 
 
 def _sync(path: Path) -> None:
@@ -269,7 +268,7 @@ class Lock:
     Several processes may hold a `shared` lock. A forked child does not hold it.
     """
 
-    def __init__(self, path: Path, shared: bool = False):
+    def __init__(self, path: Path, shared: bool = False) -> None:
         with writing(path):
             # flock, since the system releases it when the process ends in any way. A child would
             # keep it after its parent ends.
@@ -362,6 +361,16 @@ class OvertakenError(StorageError):
 
     The caller checks whether it may still write, and tries again.
     """
+
+
+def not_overtaken(check: Callable[[], None], work: Callable[[], T]) -> T:
+    """Returns what `work` does; `check` raises an error if this process must not write."""
+    while True:
+        check()
+        try:
+            return work()
+        except OvertakenError:
+            continue  # by who has taken the lock, or by one who had it
 
 
 class UnreachableError(StorageError):

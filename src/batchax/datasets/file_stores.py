@@ -15,15 +15,21 @@ from typing import Any
 import numpy as np
 
 from batchax.datasets import objects
-from batchax.datasets.addresses import ObjectPath, needed, reading, reason
-from batchax.datasets.disk import (
-    make_folder,
-    replacing,
-    writing,
-)
+from batchax.datasets.addresses import Address, ObjectPath, needed, reading, reason
+from batchax.datasets.disk import make_folder, replacing, writing
 from batchax.datasets.files import BEGUN, KeyValuesInMemory, Layout, in_folder
 from batchax.datasets.objects import place_of
-from batchax.datasets.plan import ALONE, ENDLESS, Leaf, Rows, Unit
+from batchax.datasets.plan import (
+    ALONE,
+    ENDLESS,
+    ArrowArray,
+    ArrowTable,
+    Data,
+    ForeignArray,
+    Leaf,
+    Rows,
+    Unit,
+)
 from batchax.datasets.store import (
     Results,
     Store,
@@ -33,6 +39,7 @@ from batchax.datasets.store import (
     reject_ragged,
 )
 from batchax.errors import ArgumentTypeError, JobError, StorageError
+from batchax.jaxprs.types import Tree
 from batchax.rows.converters import dense, from_dense, lists_of_rows, rows_of
 
 _CANNOT = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}  # file systems without such a request
@@ -44,8 +51,8 @@ class NpyStore(Store):
     # It can grow, as NumPy's header has space for a larger number of rows.
     can_grow = stays = renamed = True
 
-    def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
-        super().__init__(out, leaves, unit_rows)
+    def __init__(self, out: Path, *rest: Any) -> None:
+        super().__init__(out, *rest)
         if len(self.leaves) != 1:
             names = ", ".join(repr(leaf.name) for leaf in self.leaves)
             raise ArgumentTypeError(
@@ -108,7 +115,7 @@ class NpyStore(Store):
     def result(self) -> str:
         return str(self.out)
 
-    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
+    def read(self, unit: Unit) -> list[Data]:
         layout, picked = self._layout(), slice(unit.start, unit.stop)
         rows = f"{self.out}: rows {unit.start} to {unit.stop}"
         with reading(rows), open(self.at, "rb", buffering=0) as file:
@@ -143,10 +150,8 @@ def _take_space(file: int, size: int) -> None:
     # Reserve the space now, so that a full disk is found before anything is computed.
     try:
         os.posix_fallocate(file, 0, size)
-    except AttributeError:
-        os.ftruncate(file, size)
-    except OSError as error:
-        if error.errno not in _CANNOT:
+    except (AttributeError, OSError) as error:  # a system, or a file system, without it
+        if isinstance(error, OSError) and error.errno not in _CANNOT:
             raise
         os.ftruncate(file, size)
 
@@ -174,8 +179,8 @@ class ZarrStore(Store):
     # chunk was not written.
     can_grow = stays = takes_options = True
 
-    def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None):
-        super().__init__(out, leaves, unit_rows, options)
+    def __init__(self, out: Address, *rest: Any) -> None:
+        super().__init__(out, *rest)
         self._tensorstore = needed("tensorstore", f"{out}: Zarr")
         in_folder("zarr3", out)  # which raises for a path that TensorStore could not read
         reject_ragged(self.leaves, "Zarr")
@@ -213,11 +218,11 @@ class ZarrStore(Store):
             if document is not None:
                 self._check_array(path, leaf, document)
 
-    def _read_document(self, folder: Any, ended: bool) -> bytes | None:
+    def _read_document(self, folder: Address, ended: bool) -> bytes | None:
         path = folder / "zarr.json"
         return self._read_file(path) if ended or place_of(path).exists(path) else None
 
-    def _check_array(self, path: Any, leaf: Leaf, document: bytes) -> None:
+    def _check_array(self, path: Address, leaf: Leaf, document: bytes) -> None:
         memory = KeyValuesInMemory()
         memory.put(f"{_MEMORY.key}/zarr.json", document)
         try:
@@ -246,14 +251,14 @@ class ZarrStore(Store):
         for path in (*self._paths, *self._group_paths):
             place_of(path).clean(path)
 
-    def files_of(self, unit: Unit) -> list[Path]:
+    def files_of(self, unit: Unit) -> list[Any]:
         return [
             path / chunk
             for path, leaf in zip(self._paths, self.leaves, strict=True)
             for chunk in self._chunks(leaf, unit)
         ]
 
-    def _is_own(self, path: Any) -> bool:
+    def _is_own(self, path: Address) -> bool:
         if path.parent in self._paths and re.fullmatch(r"c(\.\d+)*", path.name):
             return True
         left = r"zarr\.json|.*\.unfinished"  # or what killed writers left of it
@@ -261,7 +266,6 @@ class ZarrStore(Store):
         return path.parent in folders and re.fullmatch(left, path.name) is not None
 
     def _chunks(self, leaf: Leaf, unit: Unit) -> Iterator[str]:
-        """Yields the names of the chunks of a unit. Rows without elements have none."""
         chunk = self._chunk_shapes[leaf.name]
         along = [range(-(-n // size)) for n, size in zip(leaf.shape, chunk, strict=True)]
         rows = chunk[leaf.axis]
@@ -269,11 +273,11 @@ class ZarrStore(Store):
         for place in itertools.product(*along):
             yield f"c.{'.'.join(map(str, place))}"
 
-    def result(self) -> Any:
+    def result(self) -> Tree:
         return self.each([str(path) for path in self._paths])
 
-    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
-        results: list[np.ndarray | Rows] = []
+    def read(self, unit: Unit) -> list[Data]:
+        results: list[Data] = []
         for path, leaf in zip(self._paths, self.leaves, strict=True):
             memory = KeyValuesInMemory()
             with reading(f"{self.out}: rows {unit.start} to {unit.stop}"):
@@ -297,7 +301,7 @@ class ZarrStore(Store):
             for chunk in self._chunks(leaf, unit):
                 self._put_file(path / chunk, memory.take(f"{_MEMORY.key}/{chunk}"))
 
-    def _open_chunks(self, leaf: Leaf, memory: KeyValuesInMemory) -> Any:
+    def _open_chunks(self, leaf: Leaf, memory: KeyValuesInMemory) -> ForeignArray:
         """Opens the array with complete chunks only, before its metadata exists."""
         # TensorStore reads a chunk that extends past the array before it writes it.
         shape = leaf.of_rows(ENDLESS if leaf.grows else leaf.shape[leaf.axis])
@@ -345,7 +349,9 @@ class ZarrStore(Store):
             )
         return chunk
 
-    def _open(self, leaf: Leaf, shape: Any, memory: KeyValuesInMemory, **how: bool) -> Any:
+    def _open(
+        self, leaf: Leaf, shape: Sequence[int] | None, memory: KeyValuesInMemory, **how: bool
+    ) -> ForeignArray:
         chunk, given = self._chunk_shapes[leaf.name], self._given[leaf.name]
         names = given.get("dimension_names", leaf.dimension_names if leaf.rows_name else None)
         metadata = {
@@ -403,8 +409,8 @@ class ParquetStore(Store):
     # renames: there an object marks the output, and is not empty until the output is complete.
     can_grow = can_flatten = stays = renamed = takes_options = True
 
-    def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None):
-        super().__init__(out, leaves, unit_rows, options)
+    def __init__(self, out: Address, *rest: Any) -> None:
+        super().__init__(out, *rest)
         self._parquet = needed("pyarrow.parquet", f"{out}: Parquet")
         self._arrow = needed("pyarrow", f"{out}: Parquet")
         for leaf in self.leaves:
@@ -420,7 +426,7 @@ class ParquetStore(Store):
         if self.options and not any(isinstance(leaf.passed, str) for leaf in self.leaves):
             self._try_options()
 
-    def _zeros(self, leaf: Leaf, rows: int) -> Any:
+    def _zeros(self, leaf: Leaf, rows: int) -> Data | ArrowArray:
         """Makes a result with so many rows, of which only shape and type matter."""
         if leaf.passed:
             return self._arrow.nulls(rows, leaf.passed)
@@ -476,20 +482,20 @@ class ParquetStore(Store):
         elif not self.at.is_dir():
             raise StorageError(f"{self.out} is missing.")
 
-    def files_of(self, unit: Unit) -> list[Path]:
+    def files_of(self, unit: Unit) -> list[Any]:
         return [self._part(unit)]
 
-    def _is_own(self, path: Any) -> bool:
+    def _is_own(self, path: Address) -> bool:
         own = r"part-\d{8}\.parquet|_begun|\..*\.unfinished"
         return path.parent == self.at and re.fullmatch(own, path.name) is not None
 
     def clean(self) -> None:
         place_of(self.at).clean(self.at)
 
-    def result(self) -> Any:
+    def result(self) -> Tree:
         return self.each([f"{self.out}:{column}" for column in self._columns])
 
-    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
+    def read(self, unit: Unit) -> list[Data]:
         part = self._part(unit)
         with reading(str(part)):
             content = io.BytesIO(self._read_file(part))
@@ -512,17 +518,17 @@ class ParquetStore(Store):
     def put(self, unit: Unit, results: Results) -> None:
         self._put_file(self._part(unit), self._encoded(self._table(results)))
 
-    def _table(self, results: Results) -> Any:
+    def _table(self, results: Results) -> ArrowTable:
         arrays = [_to_column(*pair) for pair in zip(self.leaves, results, strict=True)]
         return self._arrow.table(arrays, names=self._columns)
 
-    def _encoded(self, table: Any) -> bytes:
+    def _encoded(self, table: ArrowTable) -> bytes:
         file, rows = io.BytesIO(), max(1, table.num_rows)
         how = {**_WRITTEN, "row_group_size": rows, **self.options}
         self._parquet.write_table(table, file, **how)
         return file.getvalue()
 
-    def _part(self, unit: Unit) -> Any:
+    def _part(self, unit: Unit) -> Address:
         return self.at / f"part-{unit.number:08d}.parquet"
 
 
@@ -534,7 +540,7 @@ def _listed(schema: Any) -> str:
     return ", ".join(f"{field.name} {field.type}" for field in schema)
 
 
-def _to_column(leaf: Leaf, result: np.ndarray | Rows) -> Any:
+def _to_column(leaf: Leaf, result: Data) -> ArrowArray:
     if leaf.passed:
         return result
     if isinstance(result, Rows):
@@ -542,7 +548,7 @@ def _to_column(leaf: Leaf, result: np.ndarray | Rows) -> Any:
     return from_dense(np.ascontiguousarray(np.moveaxis(result, leaf.axis, 0)))
 
 
-def _from_column(leaf: Leaf, name: str, table: Any, part: str) -> np.ndarray | Rows:
+def _from_column(leaf: Leaf, name: str, table: ArrowTable, part: str) -> Data:
     column = table.column(name).combine_chunks()
     if leaf.passed:
         return column

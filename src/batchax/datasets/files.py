@@ -12,23 +12,30 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from batchax.datasets.addresses import Address, ObjectPath, needed, reading
-from batchax.datasets.plan import Rows, checksum
+from batchax.datasets.plan import ArrowArray, ArrowType, Data, ForeignArray, Rows, checksum
 from batchax.datasets.source import (
+    AnyFiles,
     Files,
     Index,
     ObjectFile,
     ObjectFiles,
     Source,
     check_shape,
-    files_of,
 )
 from batchax.errors import ArgumentTypeError, StorageError
 from batchax.rows.converters import dense, is_lists, rows_of
+
+RawFile: TypeAlias = io.FileIO | ObjectFile
+
+Hdf5Node: TypeAlias = Any
+"""A file, group, or dataset of h5py, which has no types."""
 
 _ALIGNED = 64  # bytes
 _GAP = 4096  # bytes; the system reads whole pages, so what lies between closer runs costs nothing
@@ -43,8 +50,7 @@ class Layout:
     fortran: bool = False  # whether the first axis is the one along which neighbors lie
 
     @classmethod
-    def of(cls, raw: Any) -> Layout:
-        """Reads the header of a file, and closes it."""
+    def of(cls, raw: RawFile) -> Layout:
         formats = np.lib.format
         size = raw.size if isinstance(raw, ObjectFile) else os.fstat(raw.fileno()).st_size
         with io.BufferedReader(raw, 2**16) as file:  # one read
@@ -63,7 +69,7 @@ class Layout:
     def size(self) -> int:
         return self.offset + self.dtype.itemsize * _product(self.shape)
 
-    def read(self, file: Any, axis: int, picked: slice) -> np.ndarray:
+    def read(self, file: RawFile, axis: int, picked: slice) -> np.ndarray:
         """Reads the indices that a slice selects along an axis; a scalar array as a whole."""
         if not self.shape:
             return Layout((1,), self.dtype, self.offset).read(file, 0, slice(0, 1)).reshape(())
@@ -100,7 +106,7 @@ def _aligned(size: int) -> np.ndarray:
     return room[start : start + size]
 
 
-def _fill(file: Any, out: np.ndarray, first: int, stride: int) -> None:
+def _fill(file: RawFile, out: np.ndarray, first: int, stride: int) -> None:
     """Fills each row of `out` with bytes of a file, `stride` apart."""
     outer, run = out.shape
     if outer == 1 or run == stride:
@@ -118,7 +124,7 @@ def _fill(file: Any, out: np.ndarray, first: int, stride: int) -> None:
             out[i : i + count] = span.reshape(count, stride)[:, :run]
 
 
-def _read_at(file: Any, out: np.ndarray, offset: int) -> None:
+def _read_at(file: RawFile, out: np.ndarray, offset: int) -> None:
     if isinstance(file, ObjectFile):
         return file.read_at(out.data, offset)
     view = out.data
@@ -137,7 +143,7 @@ def _product(shape: tuple[int, ...]) -> int:
 _MOST_LINKS = 16  # one behind another: as many as HDF5 itself follows
 
 
-def linked_files(dataset: Any, own: Any, name: str) -> list[Path]:
+def linked_files(dataset: Hdf5Node, own: str | Path, name: str) -> list[Path]:
     """Lists the files besides `own` that an HDF5 dataset is read from."""
     # For a missing file, HDF5 returns fill values, and for a replaced one the data of another run.
     # So each must exist, and is watched.
@@ -145,7 +151,7 @@ def linked_files(dataset: Any, own: Any, name: str) -> list[Path]:
     return [path for path in paths if path != Path(own).resolve()]
 
 
-def _behind(dataset: Any, name: str, links: int) -> Iterator[Path]:
+def _behind(dataset: Hdf5Node, name: str, links: int) -> Iterator[Path]:
     yield Path(dataset.file.filename).resolve()  # another one behind an external link
     if links > _MOST_LINKS:
         raise StorageError(f"{name}: {dataset.name} is made of datasets made of others, and so on.")
@@ -166,7 +172,7 @@ def _behind(dataset: Any, name: str, links: int) -> Iterator[Path]:
             yield from _behind(other[source.dset_name], name, links + 1)
 
 
-def _there(file: Any, path: str, name: str) -> Path:
+def _there(file: Hdf5Node, path: str, name: str) -> Path:
     there = Path(file.filename).resolve().parent / path
     if not there.is_file():
         raise StorageError(
@@ -201,7 +207,7 @@ class KeyValuesInMemory:
         return content
 
 
-def in_folder(driver: str, folder: Address, **more: Any) -> dict[str, Any]:
+def in_folder(driver: str, folder: Address, **more: object) -> dict[str, Any]:
     """Makes a spec for TensorStore. Objects, which it does not read, use a folder in memory."""
     # A folder's name must end in a slash.
     if isinstance(folder, ObjectPath):
@@ -256,10 +262,10 @@ class Column(Source):
 
     lends = True
 
-    def __init__(self, name: str, rows: int, kind: Any, of_any_type: bool = False) -> None:
+    def __init__(self, name: str, rows: int, kind: ArrowType, of_any_type: bool = False) -> None:
         arrow = needed("pyarrow", name)
         if of_any_type:
-            self.name, self.shape, self.dtype = name, (rows,), np.dtype(object)
+            super().__init__(name, (rows,), object)
             self.kind = _plain_type(arrow, kind, name)
             return
         self.ragged = is_lists(kind)
@@ -275,12 +281,12 @@ class Column(Source):
             )
         super().__init__(name, (rows, *sizes), element.to_pandas_dtype())
 
-    def get(self, index: Index) -> Any:
+    def get(self, index: Index) -> Data:
         start, stop = index[0].start, index[0].stop
         got = self._convert(self._rows(start, stop))
         return got if isinstance(got, Rows) else got[(slice(None), *index[1:])]
 
-    def arrow(self, start: int, stop: int) -> Any:
+    def arrow(self, start: int, stop: int) -> ArrowArray:
         with reading(f"{self.name}: rows {start} to {stop}"):
             got = self._rows(start, stop).cast(self.kind)
             return got.combine_chunks() if hasattr(got, "chunks") else got
@@ -290,22 +296,22 @@ class Column(Source):
             return super().content(rows)
         return {"crc32c": checksum(self.arrow(0, self.shape[0] if rows is None else rows))}
 
-    def _rows(self, start: int, stop: int) -> Any:
+    def _rows(self, start: int, stop: int) -> ArrowArray:
         raise NotImplementedError
 
-    def _convert(self, array: Any) -> np.ndarray | Rows:
+    def _convert(self, array: ArrowArray) -> Data:
         if hasattr(array, "chunks"):
             array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
         if not self.ragged:
             return dense(array, self.name)
         return Rows(*rows_of(array, self.name))
 
-    def _lengths(self, array: Any) -> np.ndarray:
+    def _lengths(self, array: ArrowArray) -> np.ndarray:
         got: Any = self._convert(array)
         return got.lengths
 
 
-def _plain_type(arrow: Any, kind: Any, name: str) -> Any:
+def _plain_type(arrow: ModuleType, kind: ArrowType, name: str) -> ArrowType:
     """Returns the type of elements in a Parquet file, without a dictionary."""
     types = arrow.types
     if types.is_dictionary(kind):
@@ -327,7 +333,9 @@ class ParquetColumn(Column):
     Row groups are decoded one at a time, and the latest are cached for the next unit.
     """
 
-    def __init__(self, path: Any, column: str, name: str, of_any_type: bool = False) -> None:
+    def __init__(
+        self, path: Path | ObjectFiles, column: str, name: str, of_any_type: bool = False
+    ) -> None:
         self._parquet = needed("pyarrow.parquet", f"{name}: Parquet")
         self._column, self._lock = column, threading.Lock()
         self._find_parts(path, name)
@@ -358,13 +366,15 @@ class ParquetColumn(Column):
         self._kept: dict[int, Any] = {}
         super().__init__(name, starts[-1], kind, of_any_type)
 
-    def _find_parts(self, path: Any, name: str) -> None:
+    def _find_parts(self, path: Path | ObjectFiles, name: str) -> None:
         """Finds the files or objects that hold the rows, and their metadata."""
         if isinstance(path, ObjectFiles):
             seen, self._path = path.seen, path.path
             unfinished = self._path / BEGUN in seen and seen[self._path / BEGUN].size
-            self._paths = sorted(p for p in seen if p.suffix == ".parquet" or p == path.path)
-            self._files: list[Any] = [path] * len(self._paths)
+            self._paths: list[Any] = sorted(
+                p for p in seen if p.suffix == ".parquet" or p == path.path
+            )
+            self._files: Sequence[AnyFiles] = [path] * len(self._paths)
         else:
             unfinished = (path / BEGUN).is_file() and (path / BEGUN).stat().st_size
             self._paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
@@ -380,11 +390,11 @@ class ParquetColumn(Column):
         if not self._paths:
             raise StorageError(f"{name}: there are no .parquet files in {self._path}.")
 
-    def would_hold(self, path: Any) -> bool:
+    def would_hold(self, path: Address) -> bool:
         # Of a folder all: a new file in it, or a new folder that is named like one, would be read.
         return path == self._path or self._path in path.parents
 
-    def _readable(self, i: int) -> Any:
+    def _readable(self, i: int) -> Path | io.BufferedReader:
         files, path = self._files[i], self._paths[i]
         if isinstance(files, Files):
             return files.path
@@ -400,7 +410,7 @@ class ParquetColumn(Column):
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     @property
-    def all_files(self) -> Sequence[Any]:
+    def all_files(self) -> Sequence[AnyFiles]:
         return self._files
 
     def origin(self) -> dict[str, Any]:
@@ -409,7 +419,7 @@ class ParquetColumn(Column):
         files = [part.identity() for part in self._files]
         return {"files": files, "column": self._column}
 
-    def _rows(self, start: int, stop: int) -> Any:
+    def _rows(self, start: int, stop: int) -> ArrowArray:
         parts = []
         for i in range(bisect_right(self._starts, start) - 1, len(self._groups)):
             begin = self._starts[i]
@@ -419,7 +429,7 @@ class ParquetColumn(Column):
             parts += self._group(i).slice(at, stop - begin - at).chunks
         return needed("pyarrow", self.name).chunked_array(parts, self._kind)
 
-    def _group(self, i: int) -> Any:
+    def _group(self, i: int) -> ArrowArray:
         with self._lock:
             if i not in self._kept:
                 while len(self._kept) >= _KEPT:
@@ -427,7 +437,7 @@ class ParquetColumn(Column):
                 self._kept[i] = self._decode(i)
             return self._kept[i]
 
-    def _decode(self, i: int) -> Any:
+    def _decode(self, i: int) -> ArrowArray:
         part, group = self._groups[i]
         try:
             # The file is checked after it is read: a change while it is read must be noticed.
@@ -446,8 +456,9 @@ class NpyFile(Source):
 
     gives_fresh = True
 
-    def __init__(self, path: Any, member: str, name: str) -> None:
-        self.files = files_of(path, name)
+    def __init__(self, path: Address, member: str, name: str) -> None:
+        on_disk = isinstance(path, Path)
+        self.files = Files(path, name) if on_disk else ObjectFiles(path, name)
         with reading(name), self.files.opened() as file:
             self._layout = Layout.of(file)
         super().__init__(name, self._layout.shape, self._layout.dtype)
@@ -465,14 +476,14 @@ class InMemory(Source):
     in_process = True
     lends = True
 
-    def __init__(self, x: Any, name: str, origin: dict[str, Any] | None = None) -> None:
+    def __init__(self, x: ArrayLike, name: str, origin: dict[str, Any] | None = None) -> None:
         self._array, self._origin = np.asarray(x), origin
         super().__init__(name, self._array.shape, self._array.dtype)
 
     def origin(self) -> dict[str, Any] | None:
         return self._origin
 
-    def get(self, index: Index) -> Any:
+    def get(self, index: Index) -> np.ndarray:
         return self._array[index]
 
 
@@ -512,12 +523,12 @@ class Hdf5Dataset(Source):
     def origin(self) -> dict[str, Any]:
         return {**self.files.identity(), "member": self._member}
 
-    def get(self, index: Index) -> Any:
+    def get(self, index: Index) -> np.ndarray:
         with self._lock, self._h5py.File(self.files.path, "r") as file:
             return file[self._member][index]
 
 
-def _check_links(at: Any, member: str, name: str) -> None:
+def _check_links(at: Hdf5Node, member: str, name: str) -> None:
     """Raises a StorageError that names the file if an external link is broken."""
     h5py, parts = needed("h5py", f"{name}: HDF5"), member.strip("/").split("/")
     for i, part in enumerate(parts):
@@ -557,7 +568,7 @@ class ZarrFolder(Source):
             ).result()
         super().__init__(name, self._array.shape, self._array.dtype.numpy_dtype)
 
-    def get(self, index: Index) -> Any:
+    def get(self, index: Index) -> np.ndarray:
         return self._array[index].read().result()
 
 
@@ -589,7 +600,7 @@ class ZarrObjects(Source):
             self._chunk = array.chunk_layout.write_chunk.shape
         super().__init__(name, array.shape, array.dtype.numpy_dtype)
 
-    def get(self, index: Index) -> Any:
+    def get(self, index: Index) -> np.ndarray:
         memory = KeyValuesInMemory()
         picked = [*index, *(slice(0, n) for n in self.shape[len(index) :])]
         along = [
@@ -602,7 +613,7 @@ class ZarrObjects(Source):
                 memory.put(chunk.key, self.files.read(chunk))
         return self._opened(memory)[index].read().result()
 
-    def _opened(self, memory: KeyValuesInMemory) -> Any:
+    def _opened(self, memory: KeyValuesInMemory) -> ForeignArray:
         tensorstore = needed("tensorstore", "Zarr")
         document, content = self._document
         memory.put((self._path / document).key, content)
@@ -610,7 +621,7 @@ class ZarrObjects(Source):
         return tensorstore.open(spec, context=memory.context, open=True, read=True).result()
 
 
-def _names(metadata: dict[str, Any], driver: str) -> Any:
+def _names(metadata: dict[str, Any], driver: str) -> Callable[[Sequence[int]], str]:
     """Returns a function from a chunk's grid position to its object name."""
     if driver == "zarr":
         between = metadata.get("dimension_separator", ".")

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jaxlib
@@ -17,7 +17,10 @@ import numpy as np
 from batchax.datasets.source import Source
 from batchax.errors import UnsupportedError
 from batchax.execution.eager import whatever_jit
-from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Tree, Value, Values
+
+Staged: TypeAlias = tuple[ClosedJaxpr, Tree]
+"""The program of a batch, and the types of the results of a row."""
 
 # Flags of XLA on which no result depends.
 _NO_RESULTS = ("--xla_dump_", "--xla_force_host_platform_device_count=")
@@ -26,7 +29,7 @@ _ON_HOST = ("pure_callback", "io_callback")  # what debugging prints is no resul
 
 def fingerprint(
     fun: Callable[..., Any],
-    staged: Any,
+    staged: Staged,
     sources: Sequence[Source],
     options: dict[str, Any],
     version: str | None = None,
@@ -51,8 +54,8 @@ def fingerprint(
 
 
 def as_seen_here(
-    staged: Any,
-    row: Any,
+    staged: Staged,
+    row: ClosedJaxpr,
     rows: Sequence[Source],
     shared: Sequence[Source],
     platform: str,
@@ -72,7 +75,7 @@ def but_for_platform(seen: dict[str, Any]) -> dict[str, Any]:
     return {**seen, "program": None, "xla_flags": None}
 
 
-def _described(program: ClosedJaxpr, shapes: Any, platform: str) -> dict[str, Any]:
+def _described(program: ClosedJaxpr, shapes: Tree, platform: str) -> dict[str, Any]:
     paths = jax.tree_util.tree_flatten_with_path(shapes)[0]
     flags = os.environ.get("XLA_FLAGS", "").split()
     return {
@@ -95,7 +98,7 @@ def _calls_of_host(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 @whatever_jit
-def digest(program: Any, platform: str | None = None) -> str:
+def digest(program: ClosedJaxpr, platform: str | None = None) -> str:
     """Hashes a program as StableHLO for a platform, and the constants that it closes over."""
     from batchax.jaxprs.evaluate import bind_equation, evaluate
 
@@ -103,10 +106,10 @@ def digest(program: Any, platform: str | None = None) -> str:
     # memory. Most are the program's; those of inner `jit` calls are hoisted.
     constants = {id(c): c for c in _constants(program)}
 
-    def of_constants(values: Sequence[Any], *args: Any) -> Any:
+    def of_constants(values: Sequence[Any], *args: Value) -> Values:
         by_id = dict(zip(constants, values, strict=True))
 
-        def run(program: Any, args: Sequence[Any]) -> list[Any]:
+        def run(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
             consts = [by_id[id(c)] for c in program.consts]
             return evaluate(program.jaxpr, consts, args, run_equation)
 
@@ -124,7 +127,7 @@ def digest(program: Any, platform: str | None = None) -> str:
     for constant in constants.values():
         array = _numbers(constant)
         digest.update(f"{array.dtype.name}{array.shape}".encode())
-        digest.update(array.reshape(-1).view("uint8"))
+        digest.update(array.reshape(-1).view("uint8").data)
     return digest.hexdigest()
 
 
@@ -132,7 +135,7 @@ def _is_jit(eqn: Eqn) -> bool:
     return eqn.primitive.name == "jit"
 
 
-def _constants(program: Any) -> Iterator[Any]:
+def _constants(program: ClosedJaxpr) -> Iterator[Any]:
     yield from program.consts
     for eqn in program.jaxpr.eqns:
         if _is_jit(eqn):
@@ -148,7 +151,7 @@ def _without_names(text: str) -> str:
     return re.sub(r'@("[^"]*"|[\w.$-]+)', lambda m: f"@{names.get(m[1], m[1])}", text)
 
 
-def _numbers(constant: Value) -> Any:
+def _numbers(constant: Value) -> np.ndarray:
     if jax.dtypes.issubdtype(constant.dtype, jax.dtypes.prng_key):
         constant = jax.random.key_data(constant)
     return np.ascontiguousarray(constant)
@@ -229,7 +232,7 @@ def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-def _said(value: Any) -> str:
+def _said(value: object) -> str:
     return "not given" if value is None else str(value)
 
 

@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from batchax.datasets.addresses import reading
-from batchax.datasets.plan import Rows
+from batchax.datasets.plan import Data, Rows
 from batchax.datasets.source import Labels, Source, native
 from batchax.datasets.sources import (
+    Keep,
     Stream,
     StreamLeaf,
     as_source,
@@ -28,7 +29,7 @@ from batchax.frontend.containers import is_container
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
 from batchax.frontend.options import converted
 from batchax.jaxprs.error_format import brief
-from batchax.jaxprs.types import AxesTree
+from batchax.jaxprs.types import AxesTree, Tree
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,6 @@ class Input:
 
     @property
     def longest(self) -> int | None:
-        """Returns the largest row length; None if rows have one shape."""
         lengths = self.source.lengths
         return None if lengths is None else int(lengths.max(initial=0))
 
@@ -91,7 +91,7 @@ def find_inputs(
     args: tuple[Any, ...],
     batched: bool = False,
     start: int = 0,
-    keep: Any = (),
+    keep: Keep = (),
 ) -> Inputs:
     check_in_axes(fun, in_axes)
     is_leaf = lambda x: is_container(x) or is_one_by_one(x)
@@ -157,7 +157,7 @@ _TABLES = {"DataFrame", "LazyFrame", "Dataset", "Table", "RecordBatch"}
 _GROUPS = ("GroupBy", "Resampler", "Resample", "Rolling", "Expanding", "Coarsen", "DataTree")
 
 
-def _reject_tables(x: Any, path: str) -> None:
+def _reject_tables(x: object, path: str) -> None:
     """Rejects tables of pandas, polars, xarray, and Arrow, whose columns are separate arrays."""
     library, kind = type(x).__module__.split(".")[0], type(x).__name__
     if library not in ("pandas", "polars", "xarray", "pyarrow"):
@@ -180,7 +180,7 @@ def _reject_tables(x: Any, path: str) -> None:
     )
 
 
-def _rows(first: int, structure: Any, rows: Sequence[Any], _: Sequence[Any]) -> Any:
+def _rows(first: int, structure: Any, rows: Sequence[Any], _: Sequence[Any]) -> Tree:
     return structure.unflatten(rows[first : first + structure.num_leaves])
 
 
@@ -211,7 +211,7 @@ def _check_streams(streams: Sequence[Stream], mapped: Sequence[Input], batched: 
 
 
 def _shared(
-    value: Any, path: str, shared: dict[str, Any]
+    value: Tree, path: str, shared: dict[str, Any]
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     named, structure = jax.tree_util.tree_flatten_with_path(value)
     leaves, places = [x for _, x in named], {}
@@ -225,7 +225,7 @@ def _shared(
             places[i] = len(shared)
             shared[name] = _as_computed(x, name)
 
-    def make(_: Sequence[Any], own: Sequence[Any]) -> Any:
+    def make(_: Sequence[Any], own: Sequence[Any]) -> Tree:
         return structure.unflatten(
             [own[places[i]] if i in places else x for i, x in enumerate(leaves)]
         )
@@ -233,7 +233,7 @@ def _shared(
     return make
 
 
-def _as_computed(x: Any, name: str) -> Any:
+def _as_computed(x: np.ndarray | jax.Array, name: str) -> np.ndarray | jax.Array:
     if isinstance(x, jax.Array):
         return x
     try:
@@ -242,7 +242,7 @@ def _as_computed(x: Any, name: str) -> Any:
         raise ArgumentTypeError(f"{name}: {error}.") from None
 
 
-def _on_disk(x: Any) -> bool:
+def _on_disk(x: object) -> bool:
     return all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__"))
 
 
@@ -287,7 +287,7 @@ def _count(mapped: Sequence[Input]) -> int:
     return counts.pop()
 
 
-def rows_of(data: np.ndarray | Rows, axis: int, index: np.ndarray, places: np.ndarray) -> Any:
+def rows_of(data: Data, axis: int, index: np.ndarray, places: np.ndarray) -> Data:
     """Selects rows of those that were read. `places` are the rows whose slots they take."""
     together = len(index) > 0 and bool((np.diff(index) == 1).all())
     if isinstance(data, Rows):

@@ -15,11 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchax.datasets.addresses import Address
-from batchax.datasets.disk import (
-    LockedError,
-    OvertakenError,
-    own_folder,
-)
+from batchax.datasets.disk import LockedError, not_overtaken, own_folder
 from batchax.datasets.fingerprint import differences, growth
 from batchax.datasets.journal import JOB, Description, JobFiles, Journal, read_attempts
 from batchax.datasets.plan import Bad, Plan, Record, alike, checksum
@@ -38,7 +34,7 @@ class Job:
         writer: str,
         locks: Sequence[Any] = (),
         finished: dict[str, Any] | None = None,
-    ):
+    ) -> None:
         self.plan = plan
         self.store = store
         self.finished = finished
@@ -80,16 +76,11 @@ class Job:
         return done
 
     def record(self, records: Sequence[Record]) -> None:
-        while True:
-            self.check()
-            try:
-                records = self._journal.append_many(records)
-                break
-            except OvertakenError:
-                continue  # by who has taken the lock, or by one who had it
-            except StorageError:
-                self.check()  # who deleted the folder since took the journal, too: that says why
-                raise
+        try:
+            records = not_overtaken(self.check, lambda: self._journal.append_many(records))
+        except StorageError:
+            self.check()  # who deleted the folder since took the journal, too: that says why
+            raise
         for record in records:
             self.done.setdefault(record.unit.number, record)
 
@@ -133,7 +124,7 @@ class Job:
         self.check_kept(min(self._with_sums, key=lambda r: r.ended, default=None))
         self._render_quarantine()
         first, more = next(iter(self._with_sums), None), dict[str, Any]()
-        self._at_last(lambda: self.store.end(self.plan.rows))
+        not_overtaken(self.check, lambda: self.store.end(self.plan.rows))
         if self._counts_rows:
             more["rows"] = self.plan.rows
         unit = first and [first.unit.number, list(first.checksums)]
@@ -146,16 +137,8 @@ class Job:
         self._files.withdraw_end()
         others = [k for k, r in self.done.items() if not to.plan.has(r.unit)]
         self.withdraw(others, "rows were added")
-        self._at_last(self.store.reopen)
+        not_overtaken(self.check, self.store.reopen)
         self._files.write(to, again=True)
-
-    def _at_last(self, work: Callable[[], None]) -> None:
-        while True:
-            self.check()
-            try:
-                return work()
-            except OvertakenError:
-                continue
 
     def close(self) -> None:
         if self._held:
@@ -263,7 +246,7 @@ class JobInMemory:
     def finish(self, summary: dict[str, Any]) -> None:
         self.finished = summary
 
-    def _nothing(self, *_: Any) -> None:
+    def _nothing(self, *_: object) -> None:
         """No other process reads or writes it."""
 
     check = look_again = settle = withdraw = close = _nothing

@@ -76,7 +76,7 @@ def written_arrays(reduced: Mapping[str, Any], path: Address) -> dict[str, Any]:
 class Reduced(Mapping[str, np.ndarray]):
     """Maps names to the arrays that `written_arrays` wrote, read on use."""
 
-    def __init__(self, entries: Mapping[str, Any], folder: Address):
+    def __init__(self, entries: Mapping[str, Any], folder: Address) -> None:
         self._entries = entries
         self._folder = folder
 
@@ -111,7 +111,7 @@ class Reduced(Mapping[str, np.ndarray]):
 class Journal:
     """Appends what one writer reports about units to its log. Threads may share it."""
 
-    def __init__(self, folder: Address, writer: str):
+    def __init__(self, folder: Address, writer: str) -> None:
         self._folder, self._writer = folder, writer
         # Each line is durable before any process relies on it. An incomplete line, left by a kill,
         # counts for nothing, and the next writer marks it as torn. Any other damaged line was
@@ -208,10 +208,6 @@ def _done(
         if record.ended < first.ended:
             done[number] = record
     return done, differ
-
-
-def sizes(folder: Address) -> dict[str, int]:
-    return place_of(folder).log_sizes(folder)
 
 
 def _entries(name: str, text: bytes) -> list[dict[str, Any]]:
@@ -354,7 +350,8 @@ class JobFiles:
 
     def write(self, description: Description, again: bool = False) -> None:
         """Begins the job, which can be resumed from now on, or changes it `again`."""
-        plan, store, call = description.plan.to_json(), description.store, description.call
+        plan = dataclasses.asdict(description.plan)
+        store, call = description.store, description.call
         content = {"format": _FORMAT, "plan": plan, "store": store, "call": call}
         if isinstance(self.out, ObjectPath):
             if not again:
@@ -370,7 +367,7 @@ class JobFiles:
         """
         try:
             content = _read(self._end)
-            now = sizes(self.journal)
+            now = self.place.log_sizes(self.journal)
             with foreign(self._end):
                 # The journal has less than at the end, so some of it was lost. More does not
                 # matter: a slower attempt may have added it.
@@ -388,12 +385,13 @@ class JobFiles:
         self.place.remove(self._end)
 
     def write_end(
-        self, bad: Sequence[Bad] = (), reduced: Mapping[str, Any] | None = None, **more: Any
+        self, bad: Sequence[Bad] = (), reduced: Mapping[str, Any] | None = None, **more: object
     ) -> None:
         """Records that all is done, with arrays of reductions and `more` as JSON."""
         arrays = written_arrays(reduced or {}, self.partials / "all.bin")
         content = {"bad": packed(bad), "reduced": arrays, "more": more}
-        self.place.replace(self._end, sealed({"journal": sizes(self.journal), **content}))
+        sizes = self.place.log_sizes(self.journal)
+        self.place.replace(self._end, sealed({"journal": sizes, **content}))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import time
 import urllib.parse
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -82,8 +82,6 @@ def read(path: ObjectPath, part: tuple[int, int] | None = None) -> bytes:
 
 
 def read_version(path: ObjectPath, part: tuple[int, int] | None = None) -> tuple[bytes, Version]:
-    """Reads an object, or some of its bytes, and its version."""
-
     def get() -> tuple[bytes, Version]:
         options: Any = None if part is None else {"range": part}
         got = _obstore().get(_bucket(path), path.key, options=options)
@@ -96,7 +94,7 @@ def meta(path: ObjectPath) -> Meta:
     return _meta(_request(path, "looked at", lambda: _obstore().head(_bucket(path), path.key)))
 
 
-def put(path: ObjectPath, content: bytes, mode: Any = "overwrite") -> Version:
+def put(path: ObjectPath, content: bytes, mode: str | dict[str, str] = "overwrite") -> Version:
     def ask() -> Version:
         return _version(
             _obstore().put(_bucket(path), path.key, content, mode=mode, use_multipart=False)
@@ -143,8 +141,7 @@ def exists(path: ObjectPath) -> bool:
     return bool(len(_request(path, "listed", some)))
 
 
-def _unless_lost(path: ObjectPath, content: bytes, mode: Any) -> Version:
-    """Puts an object on a condition."""
+def _unless_lost(path: ObjectPath, content: bytes, mode: str | dict[str, str]) -> Version:
     try:
         return put(path, content, mode)
     # The answer to an earlier, successful attempt may be lost: equal content is our own.
@@ -181,19 +178,19 @@ def without_secrets(error: BaseException) -> str:
     return f"{' '.join(said.split())[:400] or type(error).__name__}."
 
 
-def _version(entry: Any) -> Version:
+def _version(entry: Mapping[str, Any]) -> Version:
     return Version(entry["e_tag"], entry["version"])
 
 
-def _meta(entry: Any) -> Meta:
+def _meta(entry: Mapping[str, Any]) -> Meta:
     return Meta(entry["size"], _version(entry), entry["last_modified"].timestamp())
 
 
-def _obstore() -> Any:
+def _obstore() -> ModuleType:
     return needed("obstore", "an address such as s3://bucket/key")
 
 
-def _bucket(path: ObjectPath) -> Any:
+def _bucket(path: ObjectPath) -> object:
     try:
         return _opened(path.scheme, path.bucket, os.getpid())
     except (ImportError, StorageError):
@@ -206,7 +203,7 @@ def _bucket(path: ObjectPath) -> Any:
 
 
 @functools.cache
-def _opened(scheme: str, bucket: str, process: int) -> Any:
+def _opened(scheme: str, bucket: str, process: int) -> object:
     """Opens a client with the settings of the environment. Threads may share it."""
     # Cached by process: a forked child lacks the threads of its parent's client.
     stores = needed("obstore.store", f"{scheme}://")
@@ -257,7 +254,9 @@ class Lease:
     # seconds without one, is conditional on the version before. So one process has the lease, and a
     # former holder finds out when it checks before each write. Ages are by the clock of the store,
     # as clocks differ. A holder on this machine whose process is gone has lost it at once.
-    def __init__(self, path: ObjectPath, against: Any = lambda: ()) -> None:
+    def __init__(
+        self, path: ObjectPath, against: Callable[[], Iterable[ObjectPath]] = lambda: ()
+    ) -> None:
         self._path, self._lock = path, threading.Lock()
         self._lease = {
             "pid": os.getpid(),
@@ -441,7 +440,7 @@ def _machine() -> str:
         return f"{socket.gethostname()} {uuid.getnode():x}"
 
 
-def _runs(pid: Any) -> bool:
+def _runs(pid: object) -> bool:
     """Returns whether a process runs. Another one may have its number: then the age decides."""
     if not isinstance(pid, int) or pid <= 0:
         return False
@@ -520,7 +519,7 @@ def log_sizes(folder: ObjectPath) -> dict[str, int]:
     return sizes
 
 
-def lock(path: ObjectPath, shared: bool = False) -> Any:
+def lock(path: ObjectPath, shared: bool = False) -> Lease | NoLease:
     """Locks a job or a shard of it, which exclude each other."""
     if shared:
         return NoLease()

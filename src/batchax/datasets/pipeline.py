@@ -16,15 +16,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from batchax.datasets.disk import OvertakenError
-from batchax.datasets.plan import ENDLESS, Plan, Record, Rows, Unit, checksum
+from batchax.datasets.disk import not_overtaken
+from batchax.datasets.plan import ENDLESS, Data, Plan, Record, Unit, checksum
 from batchax.datasets.row_function import Program, RowFunction, program_of
-from batchax.datasets.sources import arrays_of, taken
+from batchax.datasets.sources import taken
 from batchax.datasets.units import Computed, Policy, begin_batch, begin_unit
 from batchax.errors import JobError, StorageError, UnsupportedError
+from batchax.jaxprs.types import Tree
 from batchax.rows.converters import dense
 
 T = TypeVar("T")
+C = TypeVar("C")  # what is computed of a unit
 
 AHEAD = 2  # units that are read before they are computed
 WRITERS = 4  # what one disk takes at a time: synced writes overlap
@@ -43,15 +45,14 @@ class Stop:
         return self.error is not None or self.requested.is_set()
 
     def because(self, error: BaseException) -> None:
-        """Ends work; the first error counts."""
         self.error = self.error or error
 
 
 def run_units(
     units: Iterable[Unit],
     read: Callable[[Unit], T],
-    begin: Callable[[Unit, T], Callable[[], Any]],
-    write: Callable[[Any], Record],
+    begin: Callable[[Unit, T], Callable[[], C]],
+    write: Callable[[C], Record],
     record: Callable[[Sequence[Record]], None],
     stop: Stop,
     lasting: bool = True,
@@ -66,14 +67,14 @@ def run_units(
     # Bounds the results that wait for a writer, and so memory.
     room = threading.Semaphore(WRITERS + 1)
 
-    def keep(computed: Any) -> None:
+    def keep(computed: C) -> None:
         if lasting:
             room.acquire()
             writers.submit(write_one, computed)
         else:
             record([write(computed)])
 
-    def write_one(computed: Any) -> None:
+    def write_one(computed: C) -> None:
         try:
             written.put(write(computed))
         except BaseException as error:
@@ -97,7 +98,7 @@ def run_units(
     journal = threading.Thread(target=keep_journal, name="batchax-journal", daemon=True)
     journal.start()
     with ThreadPoolExecutor(WRITERS, "batchax-write") as writers:
-        waiting: Callable[[], Any] | None = None
+        waiting: Callable[[], C] | None = None
 
         def finish() -> None:
             nonlocal waiting
@@ -163,7 +164,7 @@ def _reading_thread(
     return thread
 
 
-def put(into: queue.Queue[Any], item: Any, stop: Stop) -> None:
+def put(into: queue.Queue[Any], item: object, stop: Stop) -> None:
     while not stop.now:
         try:
             into.put(item, timeout=LOOK)
@@ -172,7 +173,7 @@ def put(into: queue.Queue[Any], item: Any, stop: Stop) -> None:
             continue
 
 
-def drained(of: Any, timeout: float | None = None) -> list[Any]:
+def drained(of: queue.Queue[T] | queue.SimpleQueue[T], timeout: float | None = None) -> list[T]:
     """Drains a queue after waiting for the first item; empty at the timeout."""
     items = []
     try:
@@ -202,7 +203,7 @@ def interruptible(stop: Stop, say: Callable[[str], None]) -> Iterator[None]:
         yield
         return
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: object) -> None:
         if stop.requested.is_set():
             raise KeyboardInterrupt
         stop.requested.set()
@@ -243,7 +244,7 @@ class Work:
     def program(self) -> Program:
         with self._compiling:
             program = program_of(self.function, self.plan.batch_size)
-            _ = program.compiled
+            program.compiled()
             return program
 
     def read(self, unit: Unit) -> list[Any]:
@@ -265,7 +266,7 @@ class Work:
             parts.append(part if by_name[name].passed else dense(part, source.name))
         return parts
 
-    def begin(self, unit: Unit, data: Sequence[np.ndarray | Rows]) -> Callable[[], Computed]:
+    def begin(self, unit: Unit, data: Sequence[Data]) -> Callable[[], Computed]:
         return begin_unit(self.program, unit, data, self.policy)
 
     def write(self, computed: Computed) -> Record:
@@ -278,7 +279,8 @@ class Work:
             index = np.repeat(np.arange(computed.unit.rows), results[0].lengths)
             results, passed = [x.data for x in results], [x.take(index) for x in passed]
         results += passed
-        trying(functools.partial(self._write, computed.unit, results), self.retries, self.stop)
+        write = functools.partial(self.store.write, computed.unit, results)
+        trying(lambda: not_overtaken(self.check, write), self.retries, self.stop)
         return Record(
             computed.unit,
             list(map(checksum, results)) if self.store.lasts else [],
@@ -287,14 +289,6 @@ class Work:
             reduced=computed.reduced,
             read=read,
         )
-
-    def _write(self, unit: Unit, results: Sequence[Any]) -> None:
-        while True:
-            self.check()
-            try:
-                return self.store.write(unit, results)
-            except OvertakenError:
-                continue
 
 
 _MOST_HELD = 16  # units that wait: more are not lost with a process that is killed
@@ -350,8 +344,7 @@ class StreamUnits:
                 count = min(stream.skip(record.unit.rows) for stream in self._streams)
                 rows = None
             else:
-                parts = taken(self._streams, size, first)
-                rows = arrays_of(self._leaves, parts)
+                rows = taken(self._leaves, size, first)
                 count = len(rows[0])
             if record is not None:
                 self._compare(record, count, rows)
@@ -363,7 +356,7 @@ class StreamUnits:
                 break
         if first <= last * size:
             raise self._ends_early(first)
-        if any(len(x) for x in arrays_of(self._leaves, taken(self._streams, 1, first))):
+        if any(len(x) for x in taken(self._leaves, 1, first)):
             if first > ENDLESS - size:
                 raise UnsupportedError(
                     f"{self._streams[0].name} has more than {first:,} rows, whose numbers do not "
@@ -432,7 +425,7 @@ class Batches(Iterator[Any]):
         weakref.finalize(self, self._stop.requested.set)
         self._thread = _reading_thread(read, self._ready, self._stop)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Tree:
         try:
             self._begin_some()
             if not self._begun:
@@ -450,7 +443,7 @@ class Batches(Iterator[Any]):
     def __enter__(self) -> Batches:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -503,12 +496,12 @@ def of_streams(function: RowFunction, batch_size: int, start: int, last: str) ->
     streams, leaves = function.inputs.streams, [m.source for m in function.inputs.mapped]
     try:
         for number, first in enumerate(range(start, 2**62, batch_size)):
-            parts = taken(streams, batch_size, first)
-            count = len(next(iter(parts.values()))[0])
+            rows = taken(leaves, batch_size, first)
+            count = len(rows[0])
             if count == 0 or (count < batch_size and last == "drop"):
                 return
-            yield Unit(number, first, first + count), arrays_of(leaves, parts)
-            del parts
+            yield Unit(number, first, first + count), rows
+            del rows
             if count < batch_size:
                 return
     finally:

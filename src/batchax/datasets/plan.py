@@ -7,9 +7,9 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 
@@ -68,6 +68,18 @@ class Leaf:
 class Rows(NamedTuple):
     data: np.ndarray  # the elements of one row after another along axis 0
     lengths: np.ndarray  # of each row
+
+
+Data: TypeAlias = np.ndarray | Rows
+"""Rows of one input or result: of one shape, or of different lengths."""
+
+ArrowArray: TypeAlias = Any  # a `pyarrow.Array`, or chunks of one: pyarrow has no types
+ArrowTable: TypeAlias = Any  # a `pyarrow.Table`
+ArrowType: TypeAlias = Any  # a `pyarrow.DataType`
+
+ForeignArray: TypeAlias = Any
+"""An array of h5py, zarr-python, TensorStore, or xarray: shape, dtype, slices, and what only that
+library's have."""
 
 
 @dataclass(frozen=True, slots=True)  # there may be millions
@@ -138,7 +150,7 @@ def as_ragged(x: Rows, axis: int, longest: int | None = None) -> Ragged:
     return Ragged(np.moveaxis(x.data, 0, axis), lengths, longest, axis=axis)
 
 
-def reject_several_axes(axis: Any, name: str) -> None:
+def reject_several_axes(axis: int | tuple[int, ...], name: str) -> None:
     if isinstance(axis, tuple):
         raise UnsupportedError(
             f"{name} has rows that are ragged along the axes {axis}, and map reads and writes rows "
@@ -156,7 +168,7 @@ def crc32c(data: bytes | np.ndarray, so_far: int = 0) -> int:
     return google_crc32c.extend(so_far, data)
 
 
-def checksum(result: Any) -> int:
+def checksum(result: Data | ArrowArray) -> int:
     """Returns the crc32c of a result: an array, the data and lengths of rows, or an Arrow array."""
     if isinstance(result, Rows):
         # Stores hand lengths back in the type of integers that they keep them in.
@@ -187,7 +199,6 @@ def is_whole(line: bytes) -> bool:
 
 
 def unsealed(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Parses complete lines in one call."""
     return json.loads(b"[" + b",".join(lines) + b"]")
 
 
@@ -284,9 +295,6 @@ class Plan:
         count = min(math.ceil(min(batches, least)), math.floor(min(fit, least)))
         return cls(rows, batch_size, batch_size * max(1, count))
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, plan: dict[str, Any]) -> Plan:
         ends = plan.get("ends")
@@ -301,7 +309,7 @@ class Plan:
         return made
 
 
-def whole_batches(commit_rows: Any, batch_size: int) -> int:
+def whole_batches(commit_rows: SupportsIndex, batch_size: int) -> int:
     try:
         rows_each = index(commit_rows)
     except TypeError:

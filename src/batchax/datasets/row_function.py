@@ -15,10 +15,11 @@ import numpy as np
 from jax import lax
 
 from batchax.analysis.cost import PLANS, cost_of_program
-from batchax.datasets.fingerprint import digest
+from batchax.datasets.fingerprint import Staged, digest
 from batchax.datasets.inputs import Input, Inputs, elements_of_batches, find_inputs
-from batchax.datasets.plan import Leaf, Rows, as_ragged, kept, reject_several_axes
+from batchax.datasets.plan import Data, Leaf, Rows, as_ragged, kept, reject_several_axes
 from batchax.datasets.source import native
+from batchax.datasets.sources import Keep
 from batchax.divergence.runner import for_any_machine
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.execution.eager import whatever_jit
@@ -40,14 +41,14 @@ from batchax.frontend.outputs import (
 )
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.error_format import name_of
-from batchax.jaxprs.types import AxesTree, ClosedJaxpr, Value
+from batchax.jaxprs.types import AxesTree, ClosedJaxpr, Tree, Value, Values
 from batchax.rows.building import without
 from batchax.rows.dynamic_sizes import OutputRows, rows_of_output
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
 
-def type_of_row(m: Input) -> Any:
+def type_of_row(m: Input) -> jax.ShapeDtypeStruct:
     shape = list(m.source.shape)
     del shape[m.axis]
     if m.longest is not None:
@@ -55,7 +56,7 @@ def type_of_row(m: Input) -> Any:
     return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(m.source.dtype))
 
 
-def type_of_batch(m: Input, batch_size: int) -> Any:
+def type_of_batch(m: Input, batch_size: int) -> jax.ShapeDtypeStruct | Ragged:
     source, dtype = m.source, jax.dtypes.canonicalize_dtype(m.source.dtype)
     if source.lengths is not None:
         elements = elements_of_batches(source.lengths, batch_size)
@@ -76,28 +77,33 @@ class Output:
     row: Any = None  # the type of what one row has, if it is reduced
 
     @property
-    def reduces(self) -> Any:
-        return None if self.spec is None else self.spec.reduction
+    def reduces(self) -> bool:
+        return self.spec is not None
+
+    @property
+    def _reduction(self) -> Reduction:
+        assert self.spec is not None
+        return self.spec.reduction
 
     @functools.cached_property
-    def state(self) -> Any:
-        return reductions.state_type(self.reduces, self.row)
+    def state(self) -> Tree:
+        return reductions.state_type(self._reduction, self.row)
 
-    def combined(self, parts: Sequence[Any]) -> Any:
-        return reductions.on_host(self.reduces, [jax.tree.map(_wide, part) for part in parts])
+    def combined(self, parts: Sequence[Any]) -> Tree:
+        return reductions.on_host(self._reduction, [jax.tree.map(_wide, part) for part in parts])
 
-    def of_no_rows(self) -> Any:
-        neutral = reductions.neutral_like(self.reduces, self.state)
+    def of_no_rows(self) -> Tree:
+        neutral = reductions.neutral_like(self._reduction, self.state)
         return jax.tree.map(lambda x, none: np.full(x.shape, none, x.dtype), self.state, neutral)
 
-    def finished(self, whole: Any, rows: int) -> np.ndarray:
-        return reductions.finished_on_host(self.reduces, whole, rows, self.leaf.dtype)
+    def finished(self, whole: Tree, rows: int) -> np.ndarray:
+        return reductions.finished_on_host(self._reduction, whole, rows, self.leaf.dtype)
 
-    def named_parts(self, state: Any) -> dict[str, np.ndarray]:
+    def named_parts(self, state: Tree) -> dict[str, np.ndarray]:
         arrays = jax.tree.leaves(state)
         return dict(zip(self._part_names(len(arrays)), arrays, strict=True))
 
-    def state_of(self, named: Mapping[str, np.ndarray]) -> Any:
+    def state_of(self, named: Mapping[str, np.ndarray]) -> Tree:
         structure = jax.tree.structure(self.state)
         return structure.unflatten([named[name] for name in self._part_names(structure.num_leaves)])
 
@@ -116,7 +122,7 @@ class Output:
         return digest(jax.make_jaxpr(parts)(self.row, self.row))
 
     @property
-    def of_row(self) -> Any:
+    def of_row(self) -> jax.ShapeDtypeStruct:
         """Returns the type of a row, or of an element if rows have different lengths."""
         shape = [n for i, n in enumerate(self.leaf.shape) if i != self.leaf.axis]
         return self.row if self.reduces else jax.ShapeDtypeStruct(shape, self.leaf.dtype)
@@ -129,7 +135,7 @@ class Output:
 
 
 def find_outputs(
-    types: Any, out_axes: AxesTree, rows: int, grows: bool = False, rows_name: str = ""
+    types: Tree, out_axes: AxesTree, rows: int, grows: bool = False, rows_name: str = ""
 ) -> list[Output]:
     leaves, _ = spread_specs(out_axes, types, "out", "out_axes", is_output_spec, by_name=True)
     named, _ = jax.tree_util.tree_flatten_with_path(types, is_leaf=is_container)
@@ -193,10 +199,10 @@ def find_outputs(
     return outputs
 
 
-def lanes_of(out_axes: AxesTree, added: bool = False) -> Any:
+def lanes_of(out_axes: AxesTree, added: bool = False) -> AxesTree:
     """Returns `out_axes` that keep all rows, except for states if these are `added`."""
 
-    def of_one(x: Any) -> Any:
+    def of_one(x: object) -> object:
         if added and is_added(x):
             return _TOTAL
         return 0 if isinstance(x, Reduce) or x is AUTO else x
@@ -208,14 +214,14 @@ def lanes_of(out_axes: AxesTree, added: bool = False) -> Any:
 _TOTAL = Reduce(Reduction(jnp.add, 0))
 
 
-def states_to_add(out: Any, out_axes: AxesTree, counts: Any = None) -> Any:
+def states_to_add(out: Tree, out_axes: AxesTree, counts: Value | None = None) -> Tree:
     """Replaces outputs that rows add up by states, so that `vmap` adds them (`contractions/`).
 
     `counts` is False for a row that sums leave out; None: all count.
     """
     leaves, rebuild = spread_specs(out_axes, out, "out", "out_axes", is_output_spec, by_name=True)
 
-    def state(x: Any, reduction: Reduction) -> Any:
+    def state(x: Value, reduction: Reduction) -> Value:
         x = jnp.asarray(x)
         x = x if reduction.lane is None else reduction.lane(x)
         return x if counts is None else lax.select(counts, x, lax.full_like(x, 0))
@@ -224,34 +230,28 @@ def states_to_add(out: Any, out_axes: AxesTree, counts: Any = None) -> Any:
     return rebuild(iter(values))
 
 
-def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = None) -> list[Any]:
+def arrays_of(
+    outputs: Sequence[Output], out: Tree, numbers: Value, real: Value | None = None
+) -> list[Any]:
     """Reduces the outputs of a batch inside a program, except for those that `vmap` added."""
     leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Ragged))
     arrays = []
     for output, x in zip(outputs, leaves, strict=True):
-        if output.reduces is not None and not is_added(output.spec):
-            index = numbers.astype(np.int32)
-            states = reductions.states_of(output.reduces, x, 0, index, real)
-            x = reductions.folded(output.reduces, *states)
+        if output.spec is not None and not is_added(output.spec):
+            index, reduction = numbers.astype(np.int32), output.spec.reduction
+            states = reductions.states_of(reduction, x, 0, index, real)
+            x = reductions.folded(reduction, *states)
         arrays.append(x)
     return arrays
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
     """Widens to the largest dtype of its kind, to add the parts of many rows."""
-    if x.dtype == np.bool_:
-        return x
-    for kind, wide in (
-        (np.complexfloating, np.complex128),
-        (np.unsignedinteger, np.uint64),
-        (np.signedinteger, np.int64),
-    ):
-        if np.issubdtype(x.dtype, kind):
-            return x.astype(wide)
-    return x.astype(np.float64)  # bfloat16, too, which NumPy has no kind for
+    wide = {"b": np.bool_, "c": np.complex128, "u": np.uint64, "i": np.int64}
+    return x.astype(wide.get(x.dtype.kind, np.float64))  # bfloat16 has no such kind
 
 
-def nothing(dtype: np.dtype) -> Any:
+def nothing(dtype: np.dtype) -> np.ndarray:
     """Returns the value of a row without a result: NaN, or zero for dtypes without one."""
     has_nan = jnp.issubdtype(dtype, jnp.inexact)
     return np.array(np.nan if has_nan else 0).astype(dtype)
@@ -281,11 +281,11 @@ class RowFunction:
         arrays: tuple[Any, ...],
         in_axes: AxesTree,
         out_axes: AxesTree,
-        key: Any,
+        key: jax.Array | None,
         options: dict[str, Any],
         batched: bool = False,
         start: int = 0,
-        keep: Any = (),
+        keep: Keep = (),
     ) -> RowFunction:
         in_axes = _by_position(fun, in_axes, len(arrays), key is not None)
         keyed = key is not None and not takes_key_by_name(fun)
@@ -306,7 +306,7 @@ class RowFunction:
         """Wraps the function to replace `OutputRows` by their rows."""
 
         @wraps(self.fun)
-        def unpacked(*args: Any, **kwargs: Any) -> Any:
+        def unpacked(*args: Any, **kwargs: Any) -> Tree:
             out = self.fun(*args, **kwargs)
             self._returns[:] = [type(out)]
             return rows_of_output(out)
@@ -314,12 +314,12 @@ class RowFunction:
         return unpacked
 
     def batched(
-        self, numbers: Value, rows: Sequence[Any], shared: Sequence[Any], real: Any = None
-    ) -> Any:
+        self, numbers: Value, rows: Sequence[Any], shared: Sequence[Any], real: Value | None = None
+    ) -> Tree:
         """Computes the outputs of a batch; `real` masks rows that sums leave out."""
 
         @wraps(self.fun)
-        def adding(*args: Any, **kwargs: Any) -> Any:
+        def adding(*args: Any, **kwargs: Any) -> Tree:
             counts = kwargs.pop(_COUNTS, None)
             return states_to_add(self._unpacked(*args, **kwargs), self.out_axes, counts)
 
@@ -335,8 +335,7 @@ class RowFunction:
         rows: Sequence[Any],
         shared: Sequence[Any],
         more: dict[str, Any],
-    ) -> Any:
-        """Applies `vmap` to the function; `more` is passed by name."""
+    ) -> Tree:
         args, kwargs = self.inputs.arguments(self._with_same_lengths(rows), shared)
         in_axes = self.in_axes
         if self.key is not None:
@@ -381,7 +380,7 @@ class RowFunction:
         shared = self.types(1)[2]
         keys = [] if self.key is None else [jax.eval_shape(lambda: self.key)]
 
-        def call(keys: Sequence[Any], rows: Sequence[Any], shared: Sequence[Any]) -> Any:
+        def call(keys: Sequence[Any], rows: Sequence[Any], shared: Sequence[Any]) -> Tree:
             args, kwargs = self.inputs.arguments(rows, shared)
             if takes_key_by_name(self.fun):
                 kwargs |= dict(zip(["key"], keys, strict=False))
@@ -392,7 +391,7 @@ class RowFunction:
         return call, [keys, rows, shared]
 
     @property
-    def staged_row(self) -> Any:
+    def staged_row(self) -> ClosedJaxpr:
         """Returns the jaxpr of one row, or of a few rows where sizes depend on data."""
         call, types = self.of_one_row()
         try:
@@ -405,11 +404,11 @@ class RowFunction:
         return functools.partial(self._vmapped, self._unpacked, lanes_of(self.out_axes), more={})
 
     @functools.cached_property
-    def _staged(self) -> Any:
+    def _staged(self) -> Staged:
         return jax.make_jaxpr(self._lanes, return_shape=True)(*self.types(_FEW))
 
     @property
-    def _returned(self) -> Any:
+    def _returned(self) -> Tree:
         return self._staged[1]
 
     @functools.cached_property
@@ -419,10 +418,10 @@ class RowFunction:
         return find_outputs(self._returned, self.out_axes, self.inputs.rows, grows, name)
 
     @property
-    def of_row(self) -> Any:
+    def of_row(self) -> Tree:
         return self.tree_of([o.of_row for o in self.outputs])
 
-    def tree_of(self, leaves: Sequence[Any]) -> Any:
+    def tree_of(self, leaves: Sequence[Any]) -> Tree:
         is_leaf = lambda x: isinstance(x, Ragged)
         return jax.tree.structure(self._returned, is_leaf=is_leaf).unflatten(leaves)
 
@@ -446,14 +445,14 @@ def takes_key_by_name(fun: Callable[..., Any]) -> bool:
     return "key" in names[1:]
 
 
-def _by_position(fun: Callable[..., Any], in_axes: AxesTree, count: int, keyed: bool) -> Any:
+def _by_position(fun: Callable[..., Any], in_axes: AxesTree, count: int, keyed: bool) -> AxesTree:
     if not isinstance(in_axes, dict) or not keyed or takes_key_by_name(fun):
         return in_axes
     names = list(inspect.signature(fun).parameters)[1 : count + 1]
     return tuple(in_axes.get(name, 0) for name in names)
 
 
-def _with_key(in_axes: AxesTree, count: int) -> Any:
+def _with_key(in_axes: AxesTree, count: int) -> AxesTree:
     return (0, *(in_axes if isinstance(in_axes, (tuple, list)) else [in_axes] * count))
 
 
@@ -473,16 +472,12 @@ class Program:
         self._lock = threading.Lock()  # several threads may want one
 
     @functools.cached_property
-    def traced(self) -> Any:
+    def traced(self) -> jax.stages.Traced:
         return self._traced()
-
-    @property
-    def compiled(self) -> Any:
-        return self._compiled()
 
     @functools.cached_property
     def _shared(self) -> list[Any]:
-        (_, _, places), _ = self.compiled.input_shardings
+        (_, _, places), _ = self.compiled().input_shardings
         shared = self._given
         return [jax.device_put(x, place) for x, place in zip(shared, places, strict=True)]
 
@@ -495,14 +490,14 @@ class Program:
 
     @whatever_jit
     def start(self, numbers: np.ndarray, rows: Sequence[Any]) -> list[Any]:
-        return self._compiled()(*self._arguments(numbers, rows))
+        return self.compiled()(*self._arguments(numbers, rows))
 
     @whatever_jit
     def reduced(self, numbers: np.ndarray, rows: Sequence[Any], real: np.ndarray) -> list[Any]:
         arguments = self._arguments(numbers, rows)
-        return jax.tree.map(np.asarray, self._compiled(masked=True)(*arguments, real))
+        return jax.tree.map(np.asarray, self.compiled(masked=True)(*arguments, real))
 
-    def _compiled(self, masked: bool = False) -> Any:
+    def compiled(self, masked: bool = False) -> jax.stages.Compiled:
         """Compiles the program; `masked` takes the rows that count, and has reductions only."""
         # Only one thread compiles.
         with self._lock:
@@ -512,24 +507,24 @@ class Program:
             return self._programs[masked]
 
     @whatever_jit
-    def _traced(self, masked: bool = False) -> Any:
+    def _traced(self, masked: bool = False) -> jax.stages.Traced:
         run, types = self._run_masked if masked else self._run, [*self._types]
         if masked:
             types.append(jax.ShapeDtypeStruct((self.batch_size,), np.bool_))
         # What is not used stays an argument: all programs are called alike.
         return jax.jit(run, keep_unused=True).trace(*types)
 
-    def _run(self, *batch: Any) -> list[Any]:
+    def _run(self, *batch: Value) -> list[Any]:
         numbers, *_ = batch
         return arrays_of(self.function.outputs, self.function.batched(*batch), numbers)
 
-    def _run_masked(self, numbers: Any, rows: Any, shared: Any, real: Any) -> list[Any]:
+    def _run_masked(self, numbers: Value, rows: Values, shared: Values, real: Value) -> list[Any]:
         outputs = self.function.outputs
         out = self.function.batched(numbers, rows, shared, real)
         arrays = arrays_of(outputs, out, numbers, real)
         return [x for x, o in zip(arrays, outputs, strict=True) if o.reduces]
 
-    def _arguments(self, numbers: np.ndarray, rows: Sequence[Any]) -> Any:
+    def _arguments(self, numbers: np.ndarray, rows: Values) -> tuple[Value, Values, Values]:
         typed = [_as_typed(x, type) for x, type in zip(rows, self._types[1], strict=True)]
         return numbers.astype(np.uint32), typed, self._shared
 
@@ -550,17 +545,18 @@ def staged_batch(function: RowFunction, batch_size: int) -> ClosedJaxpr:
     return program_of(function, batch_size).traced.jaxpr
 
 
-def fitting(function: RowFunction, memory_limit: Any) -> int:
+def fitting(function: RowFunction, memory_limit: int | str | None) -> int:
     room = _MOST_BYTES if jax.default_backend() == "cpu" else _MOST_ELSEWHERE
     most = max(1, min(function.inputs.rows, room // max(function.row_bytes, 1)))
     auto = Auto(parse_limit(memory_limit), function.name)
-    compile_for = lambda size: program_of(function, size).compiled
+    compile_for = lambda size: program_of(function, size).compiled()
     return fitting_chunk(auto, most, ("map", object()), compile_for, all_at_first=True)
 
 
-def _as_typed(x: Any, type: Any) -> Any:
+def _as_typed(x: Data, type: jax.ShapeDtypeStruct | Ragged) -> np.ndarray | Ragged:
     if not isinstance(x, Rows):
         return converted(x, type.dtype)
+    assert isinstance(type, Ragged)
     shape = (type.data.shape[type.element_axis], *without(type.data.shape, [type.element_axis]))
     data = np.zeros(shape, type.dtype)
     data[: len(x.data)] = converted(x.data, type.dtype)

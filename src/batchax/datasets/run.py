@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from batchax.datasets.pipeline import Stop, StreamUnits, Work, interruptible
 from batchax.datasets.plan import (
     ALONE,
     Bad,
+    Data,
     Leaf,
     Plan,
     Record,
@@ -46,11 +47,15 @@ from batchax.errors import (
 )
 from batchax.frontend.options import check_count, is_word, not_one_of
 from batchax.jaxprs.error_format import brief, name_of
+from batchax.jaxprs.types import Tree
 from batchax.progress import Progress, duration
 from batchax.rows.ragged import Ragged
 
+Devices: TypeAlias = Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None
+"""`mesh`, as for `vmap`."""
 
-def check_batch_size(batch_size: Any) -> None:
+
+def check_batch_size(batch_size: object) -> None:
     if is_word(batch_size, "auto"):
         return
     if isinstance(batch_size, str):
@@ -58,7 +63,7 @@ def check_batch_size(batch_size: Any) -> None:
     check_count("batch_size", batch_size, 1, other='"auto"')
 
 
-def of_this_process(mesh: Any) -> Any:
+def of_this_process(mesh: Devices) -> Devices:
     if isinstance(mesh, str) and mesh == "all" and jax.process_count() > 1:
         return jax.sharding.Mesh(jax.local_devices(), ("devices",))
     if getattr(mesh, "is_multi_process", False):
@@ -69,7 +74,7 @@ def of_this_process(mesh: Any) -> Any:
     return mesh
 
 
-def check_key(fun: Callable[..., Any], key: Any, count: int) -> None:
+def check_key(fun: Callable[..., Any], key: jax.Array | None, count: int) -> None:
     if key is None:
         return
     try:
@@ -92,7 +97,7 @@ def check_key(fun: Callable[..., Any], key: Any, count: int) -> None:
             )
 
 
-def _whole(x: Any) -> Any:
+def _whole(x: Ragged | str | np.ndarray) -> Data:
     if isinstance(x, Ragged):
         return kept(x, len(x))
     return as_source(x, "the output").whole() if isinstance(x, str) else x
@@ -234,7 +239,7 @@ def _run(function: RowFunction, how: How) -> Report:
         _check_quarantined(function, how, job)
         if job.finished is not None:
             if function.inputs.streams and how.stream_id is None:
-                _ = list(_taken(function, how, job))  # which compares them
+                _ = list(StreamUnits(function, job.plan, job.done, named=False))  # compares them
             return _report(function, how, job, job.plan.rows)
         reused = sum(r.unit.rows for r in job.done.values())
         while job.finished is None:
@@ -386,13 +391,15 @@ def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
 
 
 def plan_of(
-    function: RowFunction, batch_size: Any, memory_limit: Any, commit_rows: int | None
+    function: RowFunction,
+    batch_size: int | Literal["auto"],
+    memory_limit: int | str | None,
+    commit_rows: int | None,
 ) -> Plan:
-    rows, size, commit_rows_given = function.inputs.rows, batch_size, commit_rows
-    if size == "auto":
-        size = fitting(function, memory_limit)
-        if commit_rows is not None:
-            size = max(n for n in range(1, size + 1) if commit_rows % n == 0)
+    rows, commit_rows_given = function.inputs.rows, commit_rows
+    size = fitting(function, memory_limit) if batch_size == "auto" else batch_size
+    if batch_size == "auto" and commit_rows is not None:
+        size = max(n for n in range(1, size + 1) if commit_rows % n == 0)
     if commit_rows is not None:
         commit_rows = whole_batches(commit_rows, size)
         if size > rows:
@@ -410,7 +417,9 @@ def plan_of(
 
 def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None:
     stop = Stop()
-    taken = _taken(function, how, job) if function.inputs.streams else None
+    taken = None
+    if function.inputs.streams:
+        taken = StreamUnits(function, job.plan, job.done, named=how.stream_id is not None)
     sums = how.resume == "extend" or taken is not None
     plan, store, policy = job.plan, job.store, how.policy
     work = Work(function, plan, store, policy, how.retries, stop, job.check, sums, taken)
@@ -465,11 +474,6 @@ def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None
     progress.close(f"{_rows_done(job):,} rows done{others}")
 
 
-def _taken(function: RowFunction, how: How, job: AnyJob) -> StreamUnits:
-    named = how.stream_id is not None
-    return StreamUnits(function, job.plan, job.done, named)
-
-
 def _rows_done(job: AnyJob) -> int:
     return sum(r.unit.rows for r in job.done.values())
 
@@ -520,7 +524,7 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
     )
 
 
-def _as_named(paths: Any, how: How) -> Any:
+def _as_named(paths: Tree, how: How) -> Tree:
     try:
         same = isinstance(how.named, Path) and how.named.absolute() == how.out
     except OSError:  # the folder of this process is gone

@@ -12,18 +12,19 @@ import itertools
 import os
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from batchax.datasets import objects
 from batchax.datasets.addresses import PARTIAL, Address, ObjectPath, needed, reading
 from batchax.datasets.journal import JOB, JobFiles
-from batchax.datasets.plan import Rows, crc32c
+from batchax.datasets.plan import ArrowArray, Data, ForeignArray, Rows, crc32c
 from batchax.datasets.store import reopen_store
 from batchax.errors import ArgumentTypeError, AxisError, StorageError
 from batchax.rows.converters import from_dense
@@ -38,7 +39,7 @@ class Labels:
     coordinates: Mapping[str, Any] = field(default_factory=dict)
 
 
-def labels_of(x: Any, axis: int) -> Labels | None:
+def labels_of(x: ForeignArray, axis: int) -> Labels | None:
     if type(x).__module__.split(".")[0] != "xarray":
         return None
     dimension = x.dims[axis]
@@ -76,7 +77,7 @@ class Files:
                 _write_out(file)
         self._seen = self._look()
 
-    def opened(self) -> Any:
+    def opened(self) -> io.FileIO:
         return open(self.path, "rb", buffering=0)
 
     def check(self) -> None:
@@ -260,8 +261,7 @@ class ObjectFile(io.RawIOBase):
             out[:] = self._files.read(self._path, (offset, offset + len(out)))
 
 
-def files_of(path: Any, name: str) -> Any:
-    return ObjectFiles(path, name) if isinstance(path, ObjectPath) else Files(path, name)
+AnyFiles: TypeAlias = Files | ObjectFiles
 
 
 _BLOCK = 2**24  # bytes that are read at a time, where all rows are: they need not fit memory
@@ -282,17 +282,17 @@ class Source:
     in_process = False  # whether another process needs a copy of all rows
     files: Any = None  # `Files`, or None: they are checked after each read
 
-    def __init__(self, name: str, shape: Any, dtype: Any) -> None:
+    def __init__(self, name: str, shape: Iterable[int], dtype: DTypeLike) -> None:
         self.name = name
         self.shape: tuple[int, ...] = tuple(int(size) for size in shape)
-        self.dtype = native(dtype, name)
+        # Of a column that is passed through, elements are objects.
+        self.dtype = np.dtype(object) if dtype is object else native(dtype, name)
 
     @property
-    def all_files(self) -> Sequence[Any]:
-        """Returns all `Files` that it reads."""
+    def all_files(self) -> Sequence[AnyFiles]:
         return [] if self.files is None else [self.files]
 
-    def would_hold(self, path: Any) -> bool:
+    def would_hold(self, path: Address) -> bool:
         """Returns whether it reads what is or would be written to `path`."""
         return any(f.path == path or f.path in path.parents for f in self.all_files)
 
@@ -301,7 +301,7 @@ class Source:
         """Returns the length of each row, or None if rows have one shape."""
         return None
 
-    def read(self, axis: int, start: int, stop: int, fresh: bool = True) -> Any:
+    def read(self, axis: int, start: int, stop: int, fresh: bool = True) -> Data:
         """Reads rows along `axis` as a contiguous array, or `Rows`.
 
         Unless `fresh`, it may be a view of the input that must not be written to.
@@ -314,13 +314,13 @@ class Source:
         part = f"{self.name}: rows {start} to {stop} along axis {axis}"
         return self._read(index, part, fresh)
 
-    def arrow(self, start: int, stop: int) -> Any:
-        return from_dense(self.read(0, start, stop))
+    def arrow(self, start: int, stop: int) -> ArrowArray:
+        return from_dense(np.asarray(self.read(0, start, stop)))
 
-    def whole(self) -> Any:
+    def whole(self) -> Data:
         return self._read(tuple(slice(0, size) for size in self.shape[:1]), f"{self.name}: all")
 
-    def get(self, index: Index) -> Any:
+    def get(self, index: Index) -> Data:
         """Returns the part that slices of leading axes select: an array, or `Rows`.
 
         Exceptions become a StorageError that names the rows.
@@ -332,10 +332,9 @@ class Source:
         return None if self.files is None else self.files.identity()
 
     def labels(self, axis: int) -> Labels | None:
-        """Returns the labels of the rows along the axis, if any."""
+        return None
 
     def identity(self) -> dict[str, Any]:
-        """Identifies its rows, shape, and dtype, for JSON."""
         origin = self.origin()
         return {
             **(self.content() if origin is None else origin),
@@ -356,7 +355,7 @@ class Source:
                 crc = crc32c(part, crc)
         return {"crc32c": crc}
 
-    def _read(self, index: Index, part: str, fresh: bool = True) -> Any:
+    def _read(self, index: Index, part: str, fresh: bool = True) -> Data:
         with reading(part):
             try:
                 got = self.get(index)
@@ -374,7 +373,7 @@ class Source:
             )
         return got
 
-    def _taken(self, x: Any, fresh: bool) -> np.ndarray:
+    def _taken(self, x: ArrayLike, fresh: bool) -> np.ndarray:
         x = np.asarray(x)
         # A copy is needed if the array may change later, or the caller may write to it.
         own = (x.flags.owndata or self.gives_fresh) and x.flags.writeable
@@ -392,13 +391,13 @@ class ByContent(Source):
         return self._source.content(rows)
 
 
-def check_shape(shape: Any, name: str) -> None:
+def check_shape(shape: tuple[int, ...] | None, name: str) -> None:
     """Rejects arrays without a shape, such as `h5py.Empty`."""
     if shape is None:
         raise ArgumentTypeError(f"{name} is empty, and has no shape: there are no rows in it.")
 
 
-def native(dtype: Any, name: str) -> np.dtype:
+def native(dtype: DTypeLike, name: str) -> np.dtype:
     """Returns a numeric dtype in native byte order."""
     try:
         own = np.dtype(dtype)
@@ -494,17 +493,14 @@ class ConcatenatedSource(Source):
         # Small files are hashed, and together they count as one input.
         for files in self._files:
             files.count = len(self._files)
-        shape = (self._ends[-1], *first.shape[1:])
-        if first.dtype == object:  # of a column that is passed through
-            self.name, self.shape, self.dtype = name, shape, first.dtype
-        else:
-            super().__init__(name, shape, first.dtype)
+        dtype = object if first.dtype == object else first.dtype
+        super().__init__(name, (self._ends[-1], *first.shape[1:]), dtype)
 
     @property
-    def all_files(self) -> Sequence[Any]:
+    def all_files(self) -> Sequence[AnyFiles]:
         return self._files
 
-    def would_hold(self, path: Any) -> bool:
+    def would_hold(self, path: Address) -> bool:
         return self._fits(path) or super().would_hold(path)
 
     @cached_property
@@ -516,7 +512,7 @@ class ConcatenatedSource(Source):
         origins = [part.origin() for part in self._parts]
         return None if any(origin is None for origin in origins) else {"parts": origins}
 
-    def get(self, index: Index) -> Any:
+    def get(self, index: Index) -> Data:
         if len(index) != 1:
             raise AxisError(
                 f"{self.name}: files are joined along axis 0, so rows lie along that axis, and not "
@@ -534,7 +530,7 @@ class ConcatenatedSource(Source):
             return Rows(*map(np.concatenate, zip(*got, strict=True)))
         return np.concatenate(got)
 
-    def arrow(self, start: int, stop: int) -> Any:
+    def arrow(self, start: int, stop: int) -> ArrowArray:
         arrow = needed("pyarrow", self.name)
         got = [part.arrow(*each) for part, *each in self._parts_of(start, stop)]
         with reading(self.name):  # of one type

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import numbers
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -34,7 +34,7 @@ from batchax.datasets.files import (
     ZarrObjects,
     is_zarr,
 )
-from batchax.datasets.plan import ENDLESS
+from batchax.datasets.plan import ENDLESS, Data
 from batchax.datasets.source import (
     ConcatenatedSource,
     Index,
@@ -48,15 +48,19 @@ from batchax.datasets.source import (
 )
 from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError
 from batchax.jaxprs.error_format import brief
+from batchax.jaxprs.types import Tree
 from batchax.rows.ragged import Ragged
 
+Keep: TypeAlias = Sequence[str] | dict[str, Any]
+"""Columns that are passed through: their names, or columns by name."""
 
-def is_one_by_one(x: Any) -> bool:
+
+def is_one_by_one(x: object) -> bool:
     """Returns whether Python iterates over it and it is not a pytree, for which JAX would warn."""
     return isinstance(x, Iterable) and jax.tree_util.all_leaves([x])
 
 
-def is_stream(x: Any) -> bool:
+def is_stream(x: object) -> bool:
     if isinstance(x, (str, bytes, os.PathLike, Source, np.generic, set, frozenset)):
         return False  # the last two have no order that they had in another process
     if not jax.tree_util.all_leaves([x]):  # it is a tree, of arrays
@@ -66,11 +70,11 @@ def is_stream(x: Any) -> bool:
     return hasattr(x, "__iter__") or _has_numbers(x)
 
 
-def _is_arrow(x: Any) -> bool:
+def _is_arrow(x: object) -> bool:
     return type(x).__module__.split(".")[0] == "pyarrow" and hasattr(x, "slice")
 
 
-def _has_numbers(x: Any) -> bool:
+def _has_numbers(x: object) -> bool:
     """Returns whether rows are available by number, so that skipped ones need not be made."""
     return hasattr(x, "__len__") and hasattr(x, "__getitem__")
 
@@ -78,11 +82,11 @@ def _has_numbers(x: Any) -> bool:
 class StreamLeaf(Source):
     """Stands for an array of each row of a stream, which only `Stream.take` reads."""
 
-    def __init__(self, stream: Stream, leaf: int, name: str, shape: Any, dtype: Any) -> None:
-        super().__init__(name, (ENDLESS, *shape), dtype)
+    def __init__(self, stream: Stream, leaf: int, name: str, rows: np.ndarray) -> None:
+        super().__init__(name, (ENDLESS, *rows.shape[1:]), rows.dtype)
         self.stream, self.leaf = stream, leaf
 
-    def get(self, index: Index) -> Any:
+    def get(self, index: Index) -> Data:
         raise UnsupportedError(f"{self.name} are rows that come one after another, and in order.")
 
     def origin(self) -> dict[str, Any]:
@@ -99,9 +103,9 @@ class StreamLeaf(Source):
 class Stream:
     """Reads the rows of an argument in order."""
 
-    def __init__(self, x: Any, name: str, batched: bool, start: int) -> None:
+    def __init__(self, x: Iterable[Tree], name: str, batched: bool, start: int) -> None:
         self.name, self._batched = name, batched
-        self._by_number = x if not batched and _has_numbers(x) else None
+        self._by_number: Any = x if not batched and _has_numbers(x) else None
         self._iterator: Iterator[Any] = iter(()) if self._by_number is not None else iter(x)
         self._own = self._iterator is not x  # not an iterator that the user may continue to read
         self._structure: Any = None
@@ -114,7 +118,7 @@ class Stream:
             self.size = len(first[0])  # rows of the first item
             self._left = first
             leaves = [
-                StreamLeaf(self, i, f"{name}{path}", x.shape[1:], x.dtype)
+                StreamLeaf(self, i, f"{name}{path}", x)
                 for i, (path, x) in enumerate(zip(self._paths, first, strict=True))
             ]
             self.argument = self._structure.unflatten(leaves)
@@ -161,7 +165,7 @@ class Stream:
             passed += count
         return passed
 
-    def _next(self) -> Any:
+    def _next(self) -> Tree:
         if self._by_number is None:
             return next(self._iterator)
         if self._items >= len(self._by_number):
@@ -189,7 +193,7 @@ class Stream:
         self._check(name, structure, arrays)
         return arrays
 
-    def _check(self, name: str, structure: Any, arrays: Sequence[np.ndarray]) -> None:
+    def _check(self, name: str, structure: object, arrays: Sequence[np.ndarray]) -> None:
         if structure != self._structure:
             raise ArgumentTypeError(
                 f"{name} is {structure}, and the first was {self._structure}: all must be alike."
@@ -210,14 +214,14 @@ class Stream:
                 )
 
 
-def _is_numbers(x: Any) -> bool:
+def _is_numbers(x: object) -> bool:
     """Returns whether a list stands for an array, as in rows that loaders read from JSON."""
     while isinstance(x, list) and x:
         x = x[0]
     return isinstance(x, numbers.Number)
 
 
-def _array(x: Any, name: str) -> np.ndarray:
+def _array(x: object, name: str) -> np.ndarray:
     """Copies a row to an array: a loader may reuse its memory for the next row."""
     reject_masked(x, name)
     try:
@@ -228,21 +232,16 @@ def _array(x: Any, name: str) -> np.ndarray:
     return np.asarray(array, native(array.dtype, f"{name}, of type {type(x).__name__}"))
 
 
-def taken(streams: Sequence[Stream], rows: int, first: int) -> dict[Stream, list[np.ndarray]]:
-    parts = {stream: stream.take(rows) for stream in streams}
+def taken(leaves: Sequence[Any], rows: int, first: int) -> list[np.ndarray]:
+    """Takes so many rows of all streams, or those that are left, as an array for each leaf."""
+    parts = {leaf.stream: leaf.stream.take(rows) for leaf in leaves if not leaf.leaf}
     counts = [len(arrays[0]) for arrays in parts.values()]
     if len(set(counts)) > 1:
         raise AxisError(
             f"the arguments end after different numbers of rows: from row {first} on there are "
             f"{' and '.join(map(str, counts))} in them."
         )
-    return parts
-
-
-def arrays_of(
-    sources: Sequence[Any], parts: Mapping[Stream, Sequence[np.ndarray]]
-) -> list[np.ndarray]:
-    return [parts[leaf.stream][leaf.leaf] for leaf in sources]
+    return [parts[leaf.stream][leaf.leaf] for leaf in leaves]
 
 
 SOURCES: dict[str, Callable[..., Source]] = {  # by the suffix of a file
@@ -256,7 +255,7 @@ SOURCES: dict[str, Callable[..., Source]] = {  # by the suffix of a file
 }
 
 
-def as_source(x: Any, name: str) -> Source:
+def as_source(x: object, name: str) -> Source:
     """Makes a source of the rows of `x`: an array or number; a `Ragged`; an object with `shape`,
     `dtype`, and slices (h5py, zarr-python, xarray, TensorStore); an Arrow array; a path; or a
     source.
@@ -279,7 +278,7 @@ def as_source(x: Any, name: str) -> Source:
         return InMemory(np.asarray(x), name)
     if isinstance(x, (np.ndarray, np.generic, int, float, complex)):
         return in_memory(x, name)
-    if type(x).__module__.split(".")[0] == "pyarrow" and hasattr(x, "slice") and hasattr(x, "type"):
+    if _is_arrow(x) and hasattr(x, "type"):
         return ArrowColumn(x, name)
     with reading(name):  # a closed file raises its library's errors
         sliced = all(hasattr(x, attribute) for attribute in ("shape", "dtype", "__getitem__"))
@@ -343,7 +342,7 @@ def _open_objects(path: ObjectPath, member: str, name: str, of_any_type: bool) -
 
 
 def passed_columns(
-    keep: Any, arguments: Iterable[tuple[str, Any]], labels: Labels | None
+    keep: Keep, arguments: Iterable[tuple[str, Any]], labels: Labels | None
 ) -> dict[str, Source]:
     """Makes sources of passed columns by name. `arguments` are names and values."""
     if not isinstance(keep, dict):
@@ -356,7 +355,7 @@ def passed_columns(
     return {str(name): _passed(x, f"keep[{name!r}]") for name, x in keep.items()}
 
 
-def _column_of(name: str, arguments: Iterable[tuple[str, Any]], labels: Labels | None) -> Any:
+def _column_of(name: str, arguments: Iterable[tuple[str, Any]], labels: Labels | None) -> object:
     coordinate = labels and labels.coordinates.get(name)
     if coordinate is not None and coordinate.dims:
         return coordinate

@@ -17,14 +17,7 @@ import ml_dtypes  # noqa: F401  (gives NumPy the names of more dtypes, such as b
 import numpy as np
 
 from batchax.datasets import objects
-from batchax.datasets.addresses import (
-    PARTIAL,
-    Address,
-    ObjectPath,
-    address,
-    listed,
-    needed,
-)
+from batchax.datasets.addresses import PARTIAL, Address, ObjectPath, address, listed, needed
 from batchax.datasets.disk import (
     OvertakenError,
     give_name,
@@ -32,10 +25,11 @@ from batchax.datasets.disk import (
     remove_unfinished,
     replace_file,
 )
-from batchax.datasets.plan import Leaf, Plan, Rows, Unit
+from batchax.datasets.plan import Data, Leaf, Plan, Rows, Unit
 from batchax.errors import ArgumentTypeError, JobError, StorageError, UnsupportedError
 from batchax.frontend.outputs import Reduce
 from batchax.jaxprs.error_format import brief
+from batchax.jaxprs.types import Tree
 
 
 class OutputGuard:
@@ -89,7 +83,7 @@ class OutputGuard:
             os.close(file)
 
 
-def written_over(out: Any, what: str) -> JobError:
+def written_over(out: object, what: str) -> JobError:
     return JobError(
         f"{out} does not hold what was written to it: {what} was overwritten or deleted during the "
         f"call. `batchax verify {out}` lists the damage, and the same call recomputes it."
@@ -135,7 +129,8 @@ class ConditionalPuts:
             raise written_over(out, "an object of it")
 
 
-Results = Sequence[np.ndarray | Rows]
+Results = Sequence[Data]
+Options = dict[str, Any]  # of the library that writes
 
 
 class Store:
@@ -155,9 +150,12 @@ class Store:
     renamed = False  # whether that is called `partial` until it is whole
     _guard: OutputGuard | None = None
 
-    def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None):
-        self.out, self.leaves, self.unit_rows = out, tuple(leaves), unit_rows
-        self.options: dict[str, Any] = options or {}
+    def __init__(
+        self, out: Address, leaves: Sequence[Leaf], unit_rows: int, options: Options | None = None
+    ) -> None:
+        self.out: Any = out  # on a disk, or in object storage
+        self.leaves, self.unit_rows = tuple(leaves), unit_rows
+        self.options: Options = options or {}
         self._puts = ConditionalPuts() if isinstance(out, ObjectPath) else None
         if self._puts is not None:
             self.stays = self.renamed = False
@@ -247,28 +245,27 @@ class Store:
         """Writes a unit's results, one for each leaf, durably, over a damaged one or none."""
         raise NotImplementedError
 
-    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
+    def read(self, unit: Unit) -> list[Data]:
         """Reads back the results of a unit; a StorageError names a bad file."""
         raise NotImplementedError
 
-    def result(self) -> Any:
+    def result(self) -> Tree:
         """Returns the user's result: a path, or one for each name; arrays for memory."""
         raise NotImplementedError
 
     def write(self, unit: Unit, results: Results) -> None:
-        """Checks the results of a unit, and writes them."""
         self.put(unit, [_fitting(*each, unit) for each in zip(self.leaves, results, strict=True)])
         if self._guard is not None:
             self._guard.written(unit.number, self.files_of(unit))
 
-    def files_of(self, unit: Unit) -> list[Path]:
+    def files_of(self, unit: Unit) -> list[Any]:
         """Lists the files that hold this unit and nothing else, if any."""
         return []
 
     def _put_file(self, path: Any, content: bytes) -> None:
         (replace_file if self._puts is None else self._puts.put)(path, content)
 
-    def _read_file(self, path: Any) -> bytes:
+    def _read_file(self, path: Address) -> bytes:
         try:
             return objects.place_of(path).read(path)
         except FileNotFoundError:
@@ -282,11 +279,10 @@ class Store:
             Path(at, name) for at, _, names in os.walk(self.at, followlinks=True) for name in names
         }
 
-    def foreign(self) -> Any:
-        """Finds a path in the output that this store did not make."""
+    def foreign(self) -> Address | None:
         return next((path for path in self.names() if not self._is_own(path)), None)
 
-    def _is_own(self, path: Any) -> bool:
+    def _is_own(self, path: Address) -> bool:
         """Returns whether this store gives files such a name."""
         return False
 
@@ -312,7 +308,7 @@ class Store:
                     f"{', '.join(allowed)}{more}."
                 )
 
-    def each(self, results: Sequence[Any]) -> Any:
+    def each(self, results: Sequence[Any]) -> Tree:
         """Returns a single result as it is, and several by name."""
         if [leaf.name for leaf in self.leaves] == [""]:
             return results[0]
@@ -362,7 +358,7 @@ def make_place(out: Path, leaves: Sequence[Leaf] = ()) -> None:
         )
 
 
-def _fitting(leaf: Leaf, result: np.ndarray | Rows, unit: Unit) -> np.ndarray | Rows:
+def _fitting(leaf: Leaf, result: Data, unit: Unit) -> Data:
     """Checks that a result has its shape and dtype: otherwise it would overwrite other rows."""
     if leaf.passed:
         return result
@@ -391,8 +387,8 @@ class MemoryStore(Store):
     lasts = False
     can_grow = True
 
-    def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
-        super().__init__(out, leaves, unit_rows)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._arrays: list[np.ndarray | None] = []
         self._parts: dict[tuple[int, int], Any] = {}  # of no array: by unit and leaf
 
@@ -413,12 +409,12 @@ class MemoryStore(Store):
             else:
                 array[part_of(leaf, unit)] = result
 
-    def result(self) -> Any:
+    def result(self) -> Tree:
         return self.each(
             [self._joined(i) if array is None else array for i, array in enumerate(self._arrays)]
         )
 
-    def _joined(self, i: int) -> Any:
+    def _joined(self, i: int) -> Data:
         leaf = self.leaves[i]
         units = [self._parts[key] for key in sorted(self._parts) if key[1] == i]
         if leaf.ragged is None:
@@ -454,7 +450,11 @@ def reopen_store(out: str | Address, description: dict[str, Any]) -> Store:
 
 
 def _store(
-    kind: str, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
+    kind: str,
+    out: str | Address | None,
+    leaves: Sequence[Leaf],
+    unit_rows: int,
+    options: Options | None,
 ) -> Store:
     in_memory = kind == MemoryStore.kind
     stores = None if in_memory else importlib.import_module("batchax.datasets.file_stores")
@@ -464,13 +464,13 @@ def _store(
             f"store_options: {'memory' if in_memory else f'.{kind}'} has no options. "
             'Remove it, or use out="y.zarr", or a folder of Parquet files (out="y/").'
         )
-    place = Path() if in_memory else address(out, "out")
-    store: Store = store_class(place, leaves, unit_rows, *[options] if options else [])
+    place = Path() if out is None else address(out, "out")
+    store: Store = store_class(place, leaves, unit_rows, options)
     store.kind = kind
     return store
 
 
-def kind_of(out: Any) -> str:
+def kind_of(out: object) -> str:
     if out is None:
         return MemoryStore.kind
     if isinstance(out, ObjectPath):

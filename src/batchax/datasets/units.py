@@ -14,14 +14,14 @@ import numpy as np
 
 from batchax import _compat
 from batchax.datasets.inputs import rows_of
-from batchax.datasets.plan import NOT_FINITE, Bad, Rows, Unit, alike
-from batchax.datasets.row_function import Program, fetched, nothing
+from batchax.datasets.plan import NOT_FINITE, Bad, Data, Rows, Unit, alike
+from batchax.datasets.row_function import Output, Program, fetched, nothing
 from batchax.errors import MemoryLimitError, RowError
+from batchax.jaxprs.types import Tree, Value
 from batchax.rows.ragged import Ragged
 
 
 def tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Returns the value or the error of `work`."""
     try:
         return work(), None
     except Exception as error:
@@ -34,7 +34,7 @@ def tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
 class Batch:
     program: Program  # computes them
     unit: Unit  # the unit
-    data: Sequence[np.ndarray | Rows]  # the rows of the unit
+    data: Sequence[Data]  # the rows of the unit
     first: int  # of these the first of the batch
     # how many there are; where that is less than the program takes, the last is repeated
     count: int
@@ -138,7 +138,7 @@ def without(batch: Batch, results: Sequence[Any], failing: Iterable[int]) -> lis
     ]
 
 
-def _blanked(output: Any, x: Any, places: list[int]) -> Any:
+def _blanked(output: Output, x: Data, places: list[int]) -> Data:
     if isinstance(x, Rows):
         kept = np.ones(len(x.lengths), bool)
         kept[places] = False
@@ -148,7 +148,7 @@ def _blanked(output: Any, x: Any, places: list[int]) -> Any:
     return x
 
 
-def without_rows(output: Any, rows: int) -> Any:
+def without_rows(output: Output, rows: int) -> Tree:
     leaf = output.leaf
     if output.reduces:
         return output.of_no_rows()
@@ -334,11 +334,11 @@ def _not_finite_in_sums(
     return {row - batch.row(0): why for row, why in itertools.islice(failing, most)}
 
 
-def _is_finite(x: Any) -> bool:
+def _is_finite(x: np.ndarray) -> bool:
     return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.isfinite(x).all())
 
 
-def _places_not_finite(x: np.ndarray | Rows, axis: int) -> np.ndarray:
+def _places_not_finite(x: Data, axis: int) -> np.ndarray:
     data = x.data if isinstance(x, Rows) else np.moveaxis(x, axis, 0)
     places = np.flatnonzero(~np.isfinite(data).all(tuple(range(1, data.ndim))))
     if isinstance(x, Rows):
@@ -371,7 +371,7 @@ def _sources(batch: Batch) -> str:
 @dataclass(frozen=True)
 class Computed:
     unit: Unit  # its rows
-    results: list[np.ndarray | Rows]  # of each output that has rows
+    results: list[Data]  # of each output that has rows
     # of each output that has none, by names: what the rows of the unit come to
     reduced: dict[str, np.ndarray]
     bad: list[Bad] = field(default_factory=list)  # the rows without a result
@@ -381,7 +381,7 @@ class Computed:
 def begin_unit(
     program: Program,
     unit: Unit,
-    data: Sequence[np.ndarray | Rows],
+    data: Sequence[Data],
     policy: Policy,
 ) -> Callable[[], Computed]:
     """Begins to compute a unit, so that the device is busy meanwhile."""
@@ -426,9 +426,7 @@ def _unit_of(
     return Computed(unit, [x for o, x in both if not o.reduces], reduced, bad, seconds)
 
 
-def begin_batch(
-    program: Program, unit: Unit, data: Sequence[np.ndarray | Rows]
-) -> Callable[[], list[Any]]:
+def begin_batch(program: Program, unit: Unit, data: Sequence[Data]) -> Callable[[], list[Any]]:
     (batch,) = batches_of(program, unit, data)
     begun, error = tried(batch.start)
 
@@ -443,7 +441,7 @@ def begin_batch(
     return results
 
 
-def _first(output: Any, x: Any, rows: int) -> Any:
+def _first(output: Output, x: Value, rows: int) -> Value:
     if isinstance(x, Ragged):
         if len(x) == rows:
             return x
@@ -452,7 +450,7 @@ def _first(output: Any, x: Any, rows: int) -> Any:
     return x if x.shape[axis] == rows else x[(slice(None),) * axis + (slice(rows),)]
 
 
-def _joined(output: Any, parts: Sequence[Any]) -> Any:
+def _joined(output: Output, parts: Sequence[Any]) -> Tree:
     if output.reduces:
         return output.combined(parts)
     if isinstance(parts[0], Rows):

@@ -245,7 +245,7 @@ class Timing:
       advice: the options that were given because a finding advised it; empty for other ways.
     """
 
-    batch_size: int | Literal["loop"] | None
+    batch_size: int | Literal["auto", "loop"] | None
     seconds: float
     spread: tuple[float, float]
     peak: int | None
@@ -374,7 +374,7 @@ class Account:
         return {"version": 1, **as_plain(self)}
 
 
-def as_plain(x: Any) -> Any:
+def as_plain(x: object) -> Any:
     """Converts data to what JSON has: objects to their fields and properties, by name.
 
     Tuples become lists, numbers that are not finite None, and all else its repr.

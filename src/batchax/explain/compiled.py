@@ -35,7 +35,10 @@ _ARGUMENT = re.compile(r"\w+\[(\d+)\]")
 
 
 def find_memory(
-    compiled: Any, recorder: Recorder, numbers: Mapping[Record, str], paths: Sequence[str]
+    compiled: jax.stages.Compiled,
+    recorder: Recorder,
+    numbers: Mapping[Record, str],
+    paths: Sequence[str],
 ) -> Memory:
     """Finds what a compiled program holds at its worst moment; `paths` names its arguments."""
     account, values = memory_of(compiled), values_at_peak(compiled)
@@ -57,7 +60,7 @@ def _held(
     return Held(what, value.shape, value.bytes, value.kind, number)
 
 
-def counted_by_compiler(compiled: Any) -> Work | None:
+def counted_by_compiler(compiled: jax.stages.Compiled) -> Work | None:
     try:
         counts = compiled.cost_analysis() or {}
     except NotImplementedError:

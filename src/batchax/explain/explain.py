@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, Unpack, cast
+
+import jax
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
@@ -86,7 +89,7 @@ class Explanation(Account):
         )
         return f"<Explanation of {self.name}: {', '.join(parts)}; print it, or .to_html(path)>"
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> object:
         return for_terminal(self)
 
     def _repr_html_(self) -> str:
@@ -104,7 +107,7 @@ class Explanation(Account):
         """
         return as_text(self, details=True)
 
-    def to_html(self, path: Any) -> None:
+    def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes an HTML page of the explanation, which opens offline.
 
         Args:
@@ -231,6 +234,7 @@ def _of_batched(
         explanation, context = _explain(name, staged, compiled if compile else None, ways.options)
         if time_limit is None:
             return explanation
+        assert compiled is not None
         size = ways.options.get("batch_size")
         way = as_it_is(size, staged, compiled, made)
         listed = {eqn.number: eqn for eqn in explanation.walk()}
@@ -269,7 +273,7 @@ def _parameters(fun: Callable[..., Any]) -> list[str]:
 def _explain(
     name: str,
     staged: Staged,
-    compiled: Any,
+    compiled: jax.stages.Compiled | None,
     options: dict[str, Any],
 ) -> tuple[Explanation, FindingContext]:
     """Makes an explanation without what is measured, and what its findings are made from."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from batchax import _compat
 from batchax.analysis.cost import Cost, bytes_of, cost_around, cost_of_equation
@@ -23,7 +23,7 @@ from batchax.jaxprs.bodies import bodies_of, programs_inside
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import Eqn, Jaxpr
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.recording import PerExample, Record, Recorder
@@ -43,7 +43,7 @@ class Names:
         self._letters = 0
         self._taken: set[str] = set()  # by arguments
 
-    def give(self, variable: Any, name: str) -> None:
+    def give(self, variable: Var, name: str) -> None:
         self._names.setdefault(variable, name)
         self.take(name)
 
@@ -51,24 +51,24 @@ class Names:
         """Reserves a name that something else has."""
         self._taken.add(name)
 
-    def enter(self, program: Any) -> None:
+    def enter(self, program: Jaxpr) -> None:
         """Forgets what is inside a program: called twice, it has other values each time."""
         made = (v for eqn in program.eqns for v in eqn.outvars)
         for variable in (*program.constvars, *program.invars, *made):
             self._names.pop(variable, None)
             self._numbers.discard(variable)
 
-    def same(self, variable: Any, other: Any) -> None:
+    def same(self, variable: Var, other: Var | Literal) -> None:
         """Says that a variable, inside a call, is what `other` is outside."""
         self._names[variable] = self.of(other)
         if self.is_number(other):
             self._numbers.add(variable)
 
-    def is_number(self, variable: Any) -> bool:
+    def is_number(self, variable: Var | Literal) -> bool:
         """Whether it is a literal, here or outside of the calls around, and called by its value."""
         return isinstance(variable, Literal) or variable in self._numbers
 
-    def of(self, variable: Any) -> str:
+    def of(self, variable: Var | Literal) -> str:
         """Returns what a variable is called; a literal is called by its value."""
         if isinstance(variable, Literal):
             return _number(variable.val)
@@ -89,7 +89,7 @@ def letters(n: int) -> str:
     return name
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     if getattr(value, "shape", ()) != ():
         return "..."
     try:
@@ -116,14 +116,14 @@ class Attribution:
     None.
     """
 
-    def __init__(self, recorder: Recorder, program: Any) -> None:
+    def __init__(self, recorder: Recorder, program: ClosedJaxpr) -> None:
         self._recorder = recorder
         self.tallies: dict[Record | None, Tally] = {}
         self._walk(program, {}, None, 1, False, 1)
 
     def _walk(
         self,
-        program: Any,
+        program: Jaxpr | ClosedJaxpr,
         integers: Mapping[Any, int],
         around: Record | None,
         times: int | None,
@@ -185,12 +185,11 @@ class Entry:
         return max(self.records, key=lambda r: (lanes_of(r.axis), -r.number))
 
     @property
-    def eqn(self) -> Any:
+    def eqn(self) -> Eqn:
         return self.records[0].eqn
 
 
 def lanes_of(axis: Axis) -> int:
-    """Returns the number of lanes of an axis; one if that is a symbol."""
     return axis.size if isinstance(axis.size, int) else 1
 
 
@@ -430,7 +429,7 @@ class Listing:
                 pairs = self._named_pairs(inputs[body.same :], given[body.same :])
         return pairs
 
-    def _entered(self, entry: Entry, given: Any, role: str) -> Sequence[Any]:
+    def _entered(self, entry: Entry, given: ClosedJaxpr, role: str) -> Sequence[Any]:
         """Returns the inputs of a program in `entry`, which may have been run in another form."""
         first = (part.records[0] for part in entry.parts)
         forms = (r.run.program for r in first if r.role == role and r.run is not None)
@@ -484,10 +483,10 @@ def _results(recorder: Recorder) -> dict[Any, tuple[Position, Any]]:
 
 def value_of(
     name: str,
-    example: Any,
+    example: Aval,
     position: Position,
     axis: Axis,
-    batched: Any = None,
+    batched: Aval | None = None,
     literal: bool = False,
 ) -> Value:
     if batched is None:
@@ -498,7 +497,7 @@ def value_of(
     return Value(name, type_name(example), type_name(batched), position, size, literal)
 
 
-def type_name(aval: Any) -> str:
+def type_name(aval: Aval) -> str:
     """Returns a type as programs are printed: ``f32[3]``."""
     try:
         return aval.str_short(short_dtypes=True)
@@ -536,7 +535,7 @@ def _passed_to(eqn: Eqn) -> Sequence[Any]:
     return [*eqn.invars[first : first + lengths.solve], *eqn.invars[sum(lengths) :]]
 
 
-def _is_library(program: Any) -> bool:
+def _is_library(program: Jaxpr) -> bool:
     """Whether a program is of a function of JAX, whose lines say nothing to users."""
     # Staged once, it is shared by all who call it, with the lines of the one who did first.
     file = getattr(getattr(program, "debug_info", None), "func_filename", None) or ""
@@ -590,8 +589,7 @@ def outputs_of(
     return tuple(values)
 
 
-def _out_axis(spec: Any, example: Any, final: Any) -> int | None:
-    """Returns where a result has the batch axis."""
+def _out_axis(spec: Any, example: Aval, final: Aval) -> int | None:
     if spec is None or isinstance(spec, Reduce):
         return None
     if spec is AUTO:

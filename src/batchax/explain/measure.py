@@ -36,11 +36,15 @@ _LONGEST_LOOP = 0.5  # the same of the loop over examples, which runs for some o
 _MOST_EXAMPLES = 256  # that it runs for; of more it takes proportionally longer
 
 
+_Size = int | Literal["auto", "loop"] | None
+"""Lanes at a time, or a loop over examples; None: all."""
+
+
 @dataclass(frozen=True)
 class _Way:
     """Holds a way to run all lanes, or a share of them."""
 
-    batch_size: int | Literal["loop"] | None
+    batch_size: _Size
     call: Callable[[], Any]
     peak: int | None
     share: float = 1.0
@@ -136,9 +140,6 @@ def measure(
     return _times(begun, end), unmeasured, tuple(tried)
 
 
-_Size = int | Literal["loop"] | None
-
-
 def _in_order(size: _Size, advice: dict[str, Any]) -> tuple[bool, bool, float]:
     """Sorts the loop first, then chunks by their size, then what was advised."""
     return bool(advice), size != "loop", size if isinstance(size, int) else math.inf
@@ -167,7 +168,10 @@ def _sizes(lanes: int) -> list[int]:
 
 
 def as_it_is(
-    batch_size: Any, staged: Staged, compiled: Any, compiling: float | None = None
+    batch_size: _Size,
+    staged: Staged,
+    compiled: jax.stages.Compiled,
+    compiling: float | None = None,
 ) -> _Way:
     """Returns a batched function that was staged and compiled, as a way to run its lanes."""
     peak = memory_of(compiled).bytes

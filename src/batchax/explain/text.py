@@ -443,7 +443,7 @@ def _timings(explanation: Account) -> Iterator[str]:
     yield from _wrapped(show_unmeasured(explanation), "  ", "  ")
 
 
-def for_terminal(explanation: Account, details: bool = False) -> Any:
+def for_terminal(explanation: Account, details: bool = False) -> object:
     """Renders an explanation for a terminal, with `rich`; as plain text without it."""
     try:
         from rich.text import Text

@@ -31,7 +31,6 @@ class Again:
 
     @property
     def rounds(self) -> int:
-        """Returns how often the others are repeated."""
         return len(self.equations) // len(self.like)
 
     @property

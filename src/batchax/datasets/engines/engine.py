@@ -12,9 +12,10 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 from batchax.datasets.addresses import Address, masked, needed
 from batchax.datasets.engines.worker import (
@@ -36,6 +37,9 @@ from batchax.jaxprs.error_format import brief, show
 _KNOWN_SECONDS = 5.0  # seconds for which it is known how many workers a cluster has
 
 
+DaskClient: TypeAlias = Any  # a `distributed.Client`: Dask has no types
+
+
 class Pool:
     # the errors of units whose worker ended
     deaths: tuple[type[BaseException], ...] = (BrokenExecutor, EndedError)
@@ -48,7 +52,7 @@ class Pool:
     def workers(self) -> int:
         return getattr(self._executor, "_max_workers", None) or os.cpu_count() or 1
 
-    def submit(self, name: str, fun: Callable[..., Any], *args: Any) -> Any:
+    def submit(self, name: str, fun: Callable[..., Any], *args: Any) -> Future[Done]:
         """Submits ``fun(*args)`` and returns a future; dashboards show `name`."""
         if not self._own:
             return self._executor.submit(fun, *args)
@@ -60,7 +64,7 @@ class Pool:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def cancel(self, futures: Sequence[Any]) -> None:
+    def cancel(self, futures: Sequence[Future[Done]]) -> None:
         """Cancels units that have not begun; others may continue."""
         for future in futures:
             future.cancel()
@@ -96,7 +100,7 @@ class Pool:
 
 
 class DaskPool(Pool):
-    def __init__(self, client: Any, own: bool = False) -> None:
+    def __init__(self, client: DaskClient, own: bool = False) -> None:
         distributed = needed("distributed", "executor, to run units on a cluster,")
         self._client, self._own = client, own
         self.deaths = (distributed.scheduler.KilledWorker, EndedError)
@@ -113,14 +117,14 @@ class DaskPool(Pool):
                 self.wait_until_ready()
         return self._workers
 
-    def submit(self, name: str, fun: Callable[..., Any], *args: Any) -> Any:
+    def submit(self, name: str, fun: Callable[..., Any], *args: Any) -> Future[Done]:
         self._names += 1  # Dask gives one answer for one name
         key = f"{name}-{self._names}-{id(self):x}"
         if self._client.status != "running":
             self.wait_until_ready()
         return self._client.submit(fun, *args, key=key, pure=False)
 
-    def cancel(self, futures: Sequence[Any]) -> None:
+    def cancel(self, futures: Sequence[Future[Done]]) -> None:
         if futures and self._client.status == "running":
             self._client.cancel(list(futures))
 
@@ -142,6 +146,8 @@ class DaskPool(Pool):
 
 
 def find_pool(executor: Any) -> Callable[[], Pool]:
+    if type(executor).__module__.split(".")[0] == "distributed":
+        return functools.partial(DaskPool, executor)
     if isinstance(executor, str):
         kind, _, where = executor.partition(":")
         if kind == "processes" and re.fullmatch("0*[1-9][0-9]*", where):
@@ -149,8 +155,6 @@ def find_pool(executor: Any) -> Callable[[], Pool]:
         if kind == "dask" and where:
             distributed = needed("distributed", f"executor={executor!r}")
             return lambda: DaskPool(_client_of(distributed, where), own=True)
-    if type(executor).__module__.split(".")[0] == "distributed":
-        return functools.partial(DaskPool, executor)
     if not isinstance(executor, Executor):
         error = OptionError if isinstance(executor, str) else ArgumentTypeError
         raise error(
@@ -166,7 +170,7 @@ def find_pool(executor: Any) -> Callable[[], Pool]:
     return functools.partial(Pool, executor)
 
 
-def _client_of(distributed: Any, where: str) -> Any:
+def _client_of(distributed: ModuleType, where: str) -> DaskClient:
     try:
         return distributed.Client(where, set_as_default=False)
     except (OSError, ValueError) as error:
@@ -232,8 +236,8 @@ class Submitting:
     ) -> None:
         self._pool, self._attempts, self._name, self._stop = pool, attempts, name, stop
         self._quarantine, self._tell = quarantine, done
-        self._running: dict[Any, _Tried] = {}
-        self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._running: dict[Future[Done], _Tried] = {}
+        self._ended: queue.SimpleQueue[Future[Done]] = queue.SimpleQueue()
         self._again: deque[tuple[Unit, int]] = deque()  # and how carefully
         self._suspects: deque[tuple[Unit, int]] = deque()  # to be run alone, and how carefully
         self._tries: Counter[int] = Counter()  # of units that were tried more than once
@@ -248,7 +252,7 @@ class Submitting:
                     self._submit_some()
                 if not self._running:
                     break
-                for future in self._some_that_ended():
+                for future in drained(self._ended, LOOK):
                     self._take(future)
                 if self._stop.now:
                     self._cancel(self._is_waiting)
@@ -296,10 +300,7 @@ class Submitting:
         self._running[future] = _Tried(unit, attempt, care, self._pool.generation)
         future.add_done_callback(self._ended.put)
 
-    def _some_that_ended(self) -> list[Any]:
-        return drained(self._ended, LOOK)
-
-    def _take(self, future: Any) -> None:
+    def _take(self, future: Future[Done]) -> None:
         tried = self._running.pop(future)
         try:
             done = future.result()
@@ -370,6 +371,9 @@ class Submitting:
 
 _SHARD = re.compile(r"shard:(\d+)/(\d+)")
 
+Recording = Callable[[Sequence[Record]], None]
+"""Writes records of units to the journal."""
+
 Tell = Callable[[int, int], None]
 """Receives the number of rows that are done, and how many of them have no result."""
 
@@ -383,14 +387,7 @@ class Threads:
     def units(self, plan: Plan) -> range:
         return range(len(plan))
 
-    def run(
-        self,
-        work: Work,
-        units: Iterable[Unit],
-        record: Callable[[Sequence[Record]], None],
-        tell: Tell,
-    ) -> None:
-
+    def run(self, work: Work, units: Iterable[Unit], record: Recording, tell: Tell) -> None:
         def written(records: Sequence[Record]) -> None:
             record(records)
             for done in records:
@@ -420,20 +417,14 @@ class Workers(Threads):
     make_pool: Callable[[], Pool]  # makes what they are submitted to
     out: Address  # the output
 
-    def run(
-        self,
-        work: Work,
-        units: Iterable[Unit],
-        record: Callable[[Sequence[Record]], None],
-        tell: Tell,
-    ) -> None:
+    def run(self, work: Work, units: Iterable[Unit], record: Recording, tell: Tell) -> None:
         attempts, quarantine = saved(work, self.out), work.policy.on_error == "quarantine"
         done = lambda unit: tell(unit.rows, unit.bad)
         name, pool = work.function.name, self.make_pool()
         Submitting(pool, attempts, name, quarantine, done, work.stop).run(units)
 
 
-def find_engine(executor: Any, out: Address | None) -> Threads:
+def find_engine(executor: object, out: Address | None) -> Threads:
     if executor is None:
         return Threads()
     if out is None:

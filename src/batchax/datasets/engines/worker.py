@@ -141,7 +141,8 @@ class Call:
         key = None
         if self.key is not None:
             impl, data = self.key
-            key = jax.random.wrap_key_data(jax.numpy.asarray(data), impl=impl) if impl else data
+            data = jax.numpy.asarray(data)
+            key = jax.random.wrap_key_data(data, impl=impl) if impl else data
         fun, arrays, *axes, options = self.function
         function = RowFunction.of(fun, arrays, axes[0], axes[1], key, options, keep=self.keep)
         plan, policy, retries, keeps_sums = self.work
@@ -161,7 +162,6 @@ class Call:
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
-        """Applies the JAX settings of the caller in this thread."""
         with contextlib.ExitStack() as stack:
             for name, value in self.jax.items():
                 stack.enter_context(getattr(jax, name)(value))
@@ -236,13 +236,13 @@ def _portable(function: RowFunction) -> tuple[Any, ...]:
     return rebuild(values)[0]
 
 
-def _from_anywhere(x: Any, mapped: bool) -> Any:
+def _from_anywhere(x: object, mapped: bool) -> object:
     if isinstance(x, Path) or (mapped and isinstance(x, str) and not is_url(x)):
         return type(x)(Path.cwd() / x)
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
-def _parts_of_key(key: Any) -> tuple[str, np.ndarray] | None:
+def _parts_of_key(key: jax.Array | None) -> tuple[str, np.ndarray] | None:
     if key is None:
         return None
     if jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key):

@@ -31,7 +31,6 @@ from batchax.linalg.table import chooses
 
 
 def price(work: Work) -> float:
-    """Returns the price of some work in nanoseconds, roughly."""
     return FINDINGS.flop * work.flops + FINDINGS.byte * work.bytes
 
 
@@ -101,7 +100,6 @@ class FindingContext:
         return frozenset([self.lanes, *(r.axis.size for r in self.numbers)])
 
     def equation(self, number: str) -> Equation | None:
-        """Returns the equation of that number in the listing; None for ""."""
         return self._by_number.get(number)
 
     @cached_property
@@ -151,7 +149,6 @@ class FindingContext:
                 yield from computation.instructions
 
     def number_of(self, instruction: Instruction) -> str:
-        """Returns the equation that an instruction is of; "" if none."""
         return number_of(instruction.op_name, self.recorder, self.numbers)
 
 
