@@ -279,64 +279,26 @@ def test_the_default_device_between_two_calls():
 
 # --- there is nothing else ---------------------------------------------------------------------
 
-NO_CACHES = {
-    "datasets/engines/worker.py": {
-        "_jobs": "jobs of which this process does units, with files open"
-    },
-    "datasets/disk.py": {"_held": "locks that are held, to release"},
-    "datasets/job.py": {"functools.cache": "the plan and fingerprint of one call"},
-    "datasets/objects.py": {
-        "_held": "leases that are held, to renew and to release",
-        "_opened": "clients of stores, with their connections",
-    },
-    "execution/names.py": {"_lane_variable": "one variable, which stands in programs"},
-    "execution/progress.py": {"_running": "what is shown of loops that run now"},
-    "explain/page.py": {
-        "_template": "a file of this package",
-        "_policy": "the hashes of its parts",
-    },
-    "frontend/containers.py": {"_containers": "a table that users fill"},
-    "frontend/rows.py": {
-        "_run_by": "who runs rows, of imports",
-        "_found_by": "who finds sizes, of imports",
-    },
-    "jaxprs/bodies.py": {"_entries": "a table, of imports"},
-    "jaxprs/own_primitives.py": {"_own": "a table, of imports"},
-    "jaxprs/primitive_facts.py": {
-        "_facts": "a table, of imports",
-        "_looked_up": "what of that table was asked, until there is more of it",
-    },
-    "kernel/interpreter.py": {"_warned": "the lines that a warning was given for"},
-    "kernel/own_primitive.py": {"_declared": "a table, of imports"},
-    "kernel/registry.py": {
-        "_rules": "a table that users fill",
-        "_of_jax": "what JAX's own table had, of imports",
-    },
-    "cache.py": {"_all": "the caches"},
-    "analysis/canonical.py": {"rules": "a table, of imports", "rules_by_fact": "another"},
-    "rows/layouts.py": {"functools.cache": "what steps cost, while layouts are chosen"},
-    "rows/padded.py": {"_rules": "a table, of imports", "_rules_by_fact": "a table, of imports"},
-    "rows/padded_rules/calls.py": {"OF_FUNCTIONS": "a table, of imports"},
-    "rows/padded_rules/linalg.py": {
-        "_diagonal_added": "a program outside of `jit`, of one truth value"
-    },
-    "rows/padded_rules/operations.py": {"_sums": "a program outside of `jit`, of two numbers"},
-    "rules/calls.py": {"function": "a function that an equation holds, staged once for it"},
-    "rules/masking.py": {"_values": "jitted, for numbers and words"},
-    "linalg/eigh.py": {"_tables": "places in matrices, for each of a few sizes"},
-    "linalg/elements.py": {"rounds": "the same"},
+
+# Functions that remember results elsewhere: those of one call, or the same in every call.
+REMEMBERED = {
+    "datasets/job.py": {"functools.cache"},
+    "datasets/objects.py": {"_opened"},
+    "execution/names.py": {"_lane_variable"},
+    "explain/page.py": {"_template", "_policy"},
+    "rows/layouts.py": {"functools.cache"},
+    "rows/padded_rules/linalg.py": {"_diagonal_added"},
+    "rows/padded_rules/operations.py": {"_sums"},
+    "rules/calls.py": {"function"},
+    "rules/masking.py": {"_values"},
+    "linalg/eigh.py": {"_tables"},
+    "linalg/elements.py": {"rounds"},
 }
 
 
-def kept_by_hand(path):
-    """The names of whatever a module fills as it runs, and of functions that remember results."""
+def remembering(path):
+    """The names of functions of a module that remember results."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.Module, ast.ClassDef)):
-            for statement in node.body:
-                if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value:
-                    targets = getattr(statement, "targets", None) or [statement.target]
-                    if is_empty(statement.value):
-                        yield from map(ast.unparse, targets)
         if isinstance(node, ast.FunctionDef):
             decorators = list(map(ast.unparse, node.decorator_list))
             # JAX keeps what a static argument holds.
@@ -346,22 +308,13 @@ def kept_by_hand(path):
             yield "functools.cache"
 
 
-def is_empty(value):
-    if isinstance(value, ast.Call):
-        made = getattr(value.func, "attr", getattr(value.func, "id", ""))
-        return made.startswith("Weak") or made in ("OrderedDict", "defaultdict", "dict", "set")
-    return isinstance(value, (ast.Dict, ast.List)) and not list(ast.iter_child_nodes(value))[1:]
-
-
-def test_whatever_is_kept_is_in_caches():
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        where = path.relative_to(PACKAGE).as_posix()
-        if not where.startswith("_compat/"):  # tables of JAX's names, and what is in use now
-            names = set(kept_by_hand(path))
-            if names:
-                found[where] = names
-    assert found == {where: set(names) for where, names in NO_CACHES.items()}
+def test_no_function_remembers_results_elsewhere():
+    found = {
+        path.relative_to(PACKAGE).as_posix(): set(remembering(path))
+        for path in PACKAGE.rglob("*.py")
+        if not path.is_relative_to(PACKAGE / "_compat")
+    }
+    assert {path: names for path, names in found.items() if names} == REMEMBERED
 
 
 def test_caches_say_what_they_are():
@@ -370,13 +323,6 @@ def test_caches_say_what_they_are():
     kept = [cache for cache in caches() if cache.of not in of_one_call]
     assert len({cache.of for cache in kept}) == len(kept) > 12
     assert all(cache.of and 0 < cache.most <= 8192 for cache in kept)
-
-
-def test_caches_that_say_the_same_are_of_one_call():
-    """Notes that were taken, and not yet freed, are no cache that was made twice."""
-    notes = [Recorder() for _ in range(3)]
-    assert {note.built.of for note in notes} == {Recorder().built.of}
-    test_caches_say_what_they_are()
 
 
 def test_caches_emptied_while_threads_batch():

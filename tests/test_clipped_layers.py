@@ -31,10 +31,6 @@ def sequence(w, x):
     return jnp.sum(jnp.sin(jnp.tanh(x @ w["a"] + w["b"]) @ w["c"]) ** 2)
 
 
-def embedding(w, tokens):
-    return jnp.sum(jnp.cos(w["table"][tokens] @ w["a"]))
-
-
 def indexed(w, tokens):
     """Rows read one by one, by an index out of range and one from the end, and by two indices."""
     beyond = w["table"].at[V + 2].get(mode="fill", fill_value=0)
@@ -65,10 +61,6 @@ def attention(w, x):
     return jnp.einsum("htk,hkd->td", weights @ v, w["out"])
 
 
-def attentive(w, x):
-    return jnp.sum(attention(w, norm(w, x)) ** 2)
-
-
 def convolved(w, x):
     names = ("NHWC", "HWIO", "NHWC")
     x = lax.conv_general_dilated(x[None], w["a"], (1, 1), "SAME", dimension_numbers=names)
@@ -87,29 +79,15 @@ def convolved_sequence(w, x):
     return jnp.sum(jnp.tanh(x) @ w["b"])
 
 
-def recurrent(cell, w, x):
-    last, states = lax.scan(
-        lambda state, x: (cell(w, state, x),) * 2, jnp.zeros((2, D), x.dtype), x
-    )
+def lstm(w, x):
+    def cell(state, x):
+        h, c = state
+        i, f, g, o = jnp.split(x @ w["x"] + h @ w["h"] + w["bias"], 4)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return (jnp.stack([jax.nn.sigmoid(o) * jnp.tanh(c), c]),) * 2
+
+    last, states = lax.scan(cell, jnp.zeros((2, D), x.dtype), x)
     return jnp.sum(last**2) + jnp.sum(jnp.sin(states))
-
-
-def rnn(w, h, x):
-    return jnp.tanh(x @ w["x"][:, :D] + h @ w["h"][:, :D] + w["bias"][:D])
-
-
-def gru(w, h, x):
-    r, z, n = jnp.split(x @ w["x"][:, : 3 * D] + w["bias"][: 3 * D], 3)
-    a, b, c = jnp.split(h @ w["h"][:, : 3 * D], 3, axis=-1)
-    z = jax.nn.sigmoid(z + b)
-    return (1 - z) * jnp.tanh(n + jax.nn.sigmoid(r + a) * c) + z * h
-
-
-def lstm(w, state, x):
-    h, c = state
-    i, f, g, o = jnp.split(x @ w["x"] + h @ w["h"] + w["bias"], 4)
-    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-    return jnp.stack([jax.nn.sigmoid(o) * jnp.tanh(c), c])
 
 
 def stacked(w, x):
@@ -124,10 +102,6 @@ def twice(w, x):
     return jnp.sum(f(f(x) + 1) ** 2)
 
 
-def mean(w, x):
-    return jnp.sum(jnp.sin((x @ w["a"]).mean(0)))
-
-
 TABLE = dict(table=array(V, D))
 WEIGHTS = dict(a=array(D, 2 * D), b=array(2 * D), c=array(2 * D, D))
 NORM = dict(scale=array(D), shift=array(D))
@@ -140,19 +114,14 @@ SHORT = dict(a=array(D, D, 2), b=array(3))
 # By name: the loss of an example, parameters, examples, and whether gradients are in memory.
 LAYERS = {
     "linear": (sequence, WEIGHTS, SEQUENCES, False),
-    "embedding": (embedding, TABLE | dict(a=array(D, D)), TOKENS, False),
     "rows of tables": (indexed, TABLE | dict(pairs=array(5, 8, D)), TOKENS, False),
     "clipped indices": (clipping, TABLE | dict(a=array(D)), TOKENS, False),
     "tied weights": (language, TABLE | HEADS | NORM, TOKENS, False),
-    "attention": (attentive, HEADS | NORM, SEQUENCES, False),
     "conv2d and group norm": (convolved, KERNELS, IMAGES, True),
     "conv1d": (convolved_sequence, SHORT, SEQUENCES, False),
-    "rnn": (functools.partial(recurrent, rnn), GATES, SEQUENCES, False),
-    "gru": (functools.partial(recurrent, gru), GATES, SEQUENCES, False),
-    "lstm": (functools.partial(recurrent, lstm), GATES, SEQUENCES, False),
+    "lstm": (lstm, GATES, SEQUENCES, False),
     "stacked layers": (stacked, STACK, SEQUENCES, False),
     "twice": (twice, dict(a=array(D, D)), SEQUENCES, False),
-    "mean": (mean, dict(a=array(D, D)), SEQUENCES, False),
 }
 WAYS = {"at once": {}, "in chunks": dict(batch_size=2), "on devices": dict(mesh="all")}
 

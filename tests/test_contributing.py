@@ -2,9 +2,6 @@
 
 import itertools
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -17,7 +14,6 @@ ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 FRAGMENTS = [path for path in (ROOT / "changes").iterdir() if path.name != "README.md"]
 TYPES = {
     each["directory"]
@@ -93,19 +89,6 @@ def test_pages_say_to_make_what_there_is():
         assert set(asked) <= TARGETS, page
 
 
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_forms_ask_what_is_needed(path):
-    form = read(path)
-    if path.stem == "config":
-        return
-    assert {"name", "description", "labels", "body"} <= set(form)
-    asked = [field["id"] for field in form["body"]]
-    assert len(set(asked)) == len(asked)
-    assert any(field.get("validations", {}).get("required") for field in form["body"])
-    if path.stem == "bug":
-        assert {"program", "explain", "versions"} <= set(asked)
-
-
 def test_fragments_are_well_formed():
     for path in FRAGMENTS:
         assert re.fullmatch(rf"(\d+|\+[\w-]+)\.({'|'.join(TYPES)})(\.\d+)?\.md", path.name)
@@ -113,25 +96,6 @@ def test_fragments_are_well_formed():
         assert text.strip(), path.name
         assert text.endswith((".\n", ").\n")), path.name
         assert not re.search(r"^(#|- |\* )|\n\n", text, re.MULTILINE), f"{path.name}: two sentences"
-
-
-def test_fragments_become_a_part_of_the_changes(tmp_path):
-    for name in ("pyproject.toml", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "changes").mkdir()
-    (tmp_path / "changes" / "7.fix.md").write_text("A sum of nothing is nothing.\n")
-    (tmp_path / "changes" / "+lanes.feature.md").write_text("Lanes have colors.\n")
-    command = [sys.executable, "-m", "towncrier", "build", "--yes", "--version", "9.8.7"]
-    command += ["--date", "2100-01-01"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "9.8.7" in (tmp_path / "CHANGELOG.md").read_text(), done.stderr
-    title, mark, new, *_ = (tmp_path / "CHANGELOG.md").read_text().split("\n\n")
-    assert (title, mark) == ("# Changes", "<!-- towncrier release notes start -->")
-    assert new == "## 9.8.7 (2100-01-01)"
-    text = (tmp_path / "CHANGELOG.md").read_text()
-    assert text.index("- Lanes have colors.") < text.index("- A sum of nothing is nothing. (#7)")
-    assert text.endswith((ROOT / "CHANGELOG.md").read_text().split(f"{mark}\n")[1].lstrip())
-    assert not list((tmp_path / "changes").iterdir())
 
 
 def test_slow_tests_are_there():

@@ -175,31 +175,3 @@ def test_what_is_given_is_not_shown_at_length(name, option):
             says = str(error)
         assert len(says) < 700
         assert "ambiguous" not in says  # an array was compared with a word
-
-
-# What can only be wrong is refused, too.
-WRONG = {
-    "in_axes": lambda x: bx.explain(jnp.sin, x),
-    "an axis": lambda x: bx.vmap(jnp.sin, (x, 0)),
-    "out_axes": lambda x: bx.vmap(jnp.sin, out_axes=(x,)),
-    "a function": lambda x: bx.vmap(x),
-    "max_steps": lambda x: bx.bounded_while(jnp.any, jnp.sin, 1.0, x),
-    "batch_size": lambda x: bx.vmap(jnp.sin, batch_size=x),
-    "layout": lambda x: bx.vmap(jnp.sin, layout=x),
-    "divergence": lambda x: bx.vmap(jnp.sin, divergence=x),
-    "until": lambda x: bx.scan(jnp.add, until=x),
-    "unroll": lambda x: bx.scan(jnp.add, unroll=x),
-    "argnums": lambda x: bx.clipped_grad(jnp.sum, 1.0, argnums=x),
-    "lanes": lambda x: bx.check(jnp.sin, lanes=x),
-    "size of a tile": lambda x: bx.tiles(size=x),
-    "what a callable returns": lambda x: bx.vmap(jnp.sin, lambda leaf: [x])(jnp.ones(3)),
-}
-
-
-@pytest.mark.parametrize("option", WRONG)
-def test_what_is_wrong_is_refused_and_not_shown_at_length(option):
-    many = np.arange(3000.0).reshape(1000, 3)
-    for given in (many, [{f"layer{i}": [many] * 3 for i in range(9)}] * 9, "x" * 10_000):
-        with pytest.raises((TypeError, ValueError)) as info:
-            WRONG[option](given)
-        assert len(str(info.value)) < 700

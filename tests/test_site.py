@@ -55,13 +55,6 @@ def test_old_addresses_lead_to_pages(site):
         assert (old.parent / target).exists()
 
 
-def test_the_first_page_has_the_version_a_picture_and_how_to_install(site):
-    page = (site / "index.html").read_text()
-    assert f"batchax {bx.__version__}</title>" in page
-    assert "pip install ." in re.sub("<[^>]*>", "", page)
-    assert '<img alt="The digits' in page
-
-
 def test_signatures_have_types(site, chromium):
     chromium.get((site / "reference/batching.html").as_uri())
     read = "return document.getElementById('batchax.vmap').textContent"
@@ -158,10 +151,3 @@ def test_code_is_copied_without_prompts_and_what_is_printed(site, chromium):
     assert text.strip()
     assert ">>>" not in text
     compile(text, "copied", "exec")
-
-
-def test_pictures_have_a_light_ground_in_dark_mode(site, chromium):
-    chromium.get((site / "benchmarks/vmap.html").as_uri())
-    chromium.execute_script("document.body.dataset.theme = 'dark'")
-    ground = "return getComputedStyle(document.querySelector('article img')).backgroundColor"
-    assert chromium.execute_script(ground) in ("rgb(255, 255, 255)", "rgba(255, 255, 255, 1)")

@@ -50,30 +50,6 @@ def test_a_bool_that_is_the_same_in_all_is_no_array():
         bx.vmap(apply, (0, None))({**stacked, "train": [True, False]}, 2.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"divergence": "compact"}], ids=str)
-def test_dropout_in_stacked_models(options):
-    class Model(eqx.Module):
-        linear: eqx.nn.Linear
-        dropout: eqx.nn.Dropout
-
-        def __init__(self, key):
-            self.linear = eqx.nn.Linear(3, 2, key=key)
-            self.dropout = eqx.nn.Dropout(0.5)
-
-        def __call__(self, x, key):
-            return self.dropout(self.linear(x), key=key)
-
-    keys = jax.random.split(jax.random.key(0), 3)
-    models, xs = [Model(key) for key in keys], example((3, 3))
-    loop = jnp.stack([m(x, k) for m, x, k in zip(models, xs, keys, strict=True)])
-    call = bx.vmap(lambda m, x, k: m(x, k), **options)
-    np.testing.assert_allclose(call(bx.stack(models), xs, keys), loop, rtol=1e-5)
-    make = bx.vmap(Model, out_axes=eqx.if_array(0))(keys)
-    assert make.dropout.inference is False
-    again = bx.vmap(lambda m, x, k: m(x, k), (eqx.if_array(0), 0, 0), **options)(make, xs, keys)
-    np.testing.assert_allclose(again, loop, rtol=1e-5)
-
-
 def test_an_ensemble_of_models():
     """What is no array, such as an activation function, is in each of them."""
     keys = jax.random.split(jax.random.key(0), 3)

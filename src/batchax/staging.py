@@ -85,9 +85,40 @@ def stage(
       taking: makes what takes notes.
       lengths_known: Whether lengths of rows that have values are known, as outside of `jit`.
     """
+    leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    rows = filter(_is_ragged, jax.tree.leaves((args, kwargs), is_leaf=_is_ragged))
+    lengths = {id(n) for x in rows for n in x.each_length}
 
     def staged(is_traced: Callable[[Any], bool]) -> Staged:
-        return _stage(batched, args, kwargs, names, is_traced, taking(), lengths_known)
+        chosen = [
+            i
+            for i, (_, x) in enumerate(leaves)
+            if (_is_abstract(x) or not lengths_known if id(x) in lengths else is_traced(x))
+        ]
+        results: list[str] = []
+
+        @functools.wraps(batched)
+        def run(*arrays: Value) -> list[Value]:
+            values = [x for _, x in leaves]
+            for i, x in zip(chosen, arrays, strict=True):
+                values[i] = x
+            call_args, call_kwargs = jax.tree.unflatten(tree, values)
+            out = without_objects(batched(*call_args, **call_kwargs))
+            inside = arrays_inside(out)
+            keys = [k for k, _ in jax.tree_util.tree_flatten_with_path(out)[0]]
+            paths = list(map(jax.tree_util.keystr, keys))
+            if len(paths) != len(inside):  # of containers
+                paths = [f"[{k}]" for k in range(len(inside))]
+            results[:] = [f"out{path}" for path in paths]
+            return inside
+
+        recorder, arrays = taking(), [leaves[i][1] for i in chosen]
+        with recorder.active():
+            traced = jax.jit(run).trace(*arrays)
+        paths = [_path(leaves[i][0], names) for i in chosen]
+        # What the function closes over of a trace around this comes before its arguments.
+        inputs = traced.jaxpr.jaxpr.invars
+        return Staged(recorder, traced, inputs[len(inputs) - len(paths) :], paths, arrays, results)
 
     return with_arrays_traced(staged)
 
@@ -109,48 +140,6 @@ def _is_abstract(x: object) -> bool:
 
 def _is_array(x: object) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-
-
-def _stage(
-    batched: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    names: Sequence[str],
-    is_traced: Callable[[Any], bool],
-    recorder: Recorder,
-    lengths_known: bool,
-) -> Staged:
-    leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    rows = filter(_is_ragged, jax.tree.leaves((args, kwargs), is_leaf=_is_ragged))
-    lengths = {id(n) for x in rows for n in x.each_length}
-    chosen = [
-        i
-        for i, (_, x) in enumerate(leaves)
-        if (_is_abstract(x) or not lengths_known if id(x) in lengths else is_traced(x))
-    ]
-
-    @functools.wraps(batched)
-    def run(*arrays: Value) -> list[Value]:
-        values = [x for _, x in leaves]
-        for i, x in zip(chosen, arrays, strict=True):
-            values[i] = x
-        call_args, call_kwargs = jax.tree.unflatten(tree, values)
-        out = without_objects(batched(*call_args, **call_kwargs))
-        inside = arrays_inside(out)
-        paths = [jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_flatten_with_path(out)[0]]
-        if len(paths) != len(inside):  # of containers
-            paths = [f"[{k}]" for k in range(len(inside))]
-        results[:] = [f"out{path}" for path in paths]
-        return inside
-
-    results: list[str] = []
-    arrays = [leaves[i][1] for i in chosen]
-    with recorder.active():
-        traced = jax.jit(run).trace(*arrays)
-    paths = [_path(leaves[i][0], names) for i in chosen]
-    # What the function closes over of a trace around this comes before its arguments.
-    inputs = traced.jaxpr.jaxpr.invars
-    return Staged(recorder, traced, inputs[len(inputs) - len(paths) :], paths, arrays, results)
 
 
 def _is_ragged(x: object) -> bool:

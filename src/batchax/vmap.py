@@ -29,6 +29,7 @@ from batchax.execution.on_devices import chunk_lanes, infer_mesh_from_arguments,
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
     FlatArguments,
+    MappedRows,
     check_axis_name,
     check_axis_size,
     find_axis_size,
@@ -51,7 +52,7 @@ from batchax.frontend.outputs import (
     check_out_axes,
     flatten_outputs,
 )
-from batchax.frontend.rows import find_row_options, finding_sizes, pass_of_rows
+from batchax.frontend.rows import find_row_options
 from batchax.jaxprs.types import AxesTree, Tree, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
@@ -234,7 +235,9 @@ def vmap(
     check_axis_size(axis_size)
     check_flags(sum_match=sum_match)
     spmd_axis_name = mesh_axis_names(spmd_axis_name)
-    import batchax.rows  # noqa: F401  # runs rows, and costs a fifth of importing this package
+    # Later than this module: the package of rows is a fifth of the time to import this one.
+    from batchax.rows.dynamic_sizes import with_sizes_found
+    from batchax.rows.run import in_rows
 
     check_divergence(divergence)
     batch_size = lanes_at_a_time(divergence, batch_size)
@@ -301,8 +304,11 @@ def vmap(
             return arrays, outputs
 
         _compat.named_after(one_example, fun)
+        has_rows = any(isinstance(m, MappedRows) for m in mapped)
+        if not has_rows:
+            rows.check_used()
         passes = [
-            pass_of_rows(rows, mapped, shards, chunking),
+            *([in_rows(rows, shards, chunking)] if has_rows else []),
             shard_lanes(shards),
             *(
                 []
@@ -311,7 +317,7 @@ def vmap(
             ),
             chunk_lanes(chunking),
         ]
-        call = Call(axis, finding_sizes(one_example), mapped)
+        call = Call(axis, with_sizes_found(one_example), mapped)
         write = lambda results: results
         if shards is not None or (chunking is not None and chunking.applies_to(size)):
             check_not_shared(flat.shared)

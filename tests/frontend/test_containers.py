@@ -64,22 +64,6 @@ BATCH = Name("batch")
 X = jnp.arange(24.0).reshape(2, 3, 4)
 
 
-def test_in_and_out():
-    seen = []
-
-    def fun(x):
-        seen.append((x.names, x.data.shape))
-        return Named(jnp.sin(x.data).sum(0), x.names[1:])
-
-    for position in range(3):
-        names = ["time", "space"]
-        names.insert(position, "batch")
-        got = bx.vmap(fun, BATCH, BATCH)(Named(X, tuple(names)))
-        assert got.names == ("batch", "space")
-        same(got.data, jnp.sin(jnp.moveaxis(X, position, 0)).sum(1))
-    assert seen == [(("time", "space"), s) for s in ((3, 4), (2, 4), (2, 3))]
-
-
 def test_among_other_arguments():
     def fun(tree, y, *, scale):
         return {"named": Named(tree["x"].data * y * scale, tree["x"].names), "y": y}

@@ -124,16 +124,6 @@ def test_mistakes_with_axes(mistake):
     fails_as_in_jax(call, bx.AxisError, *fragments)
 
 
-def test_two_sizes_that_disagree_have_no_odd_one_out():
-    message = fails(lambda vmap: vmap(never)(X, Y), bx.AxisError, "size 3", "size 4")
-    assert "<-" not in message
-
-
-@pytest.mark.parametrize("size", [-1, 2.5, "3", True, (3,)])
-def test_axis_size_that_is_no_size(size):
-    fails(lambda vmap: vmap(never, axis_size=size), bx.ArgumentTypeError, "axis_size", repr(size))
-
-
 # Axes of arguments.
 
 
@@ -141,10 +131,7 @@ def test_axis_size_that_is_no_size(size):
     ("in_axes", "arg", "fragments"),
     [
         ({"a": 0}, X, ["args[1]", "a dict with keys ['a']", "an array of shape (3, 2)"]),
-        ({"a": 0}, {"a": X, "b": X}, ["keys ['a']", "keys ['a', 'b']"]),
-        ([0, None], [X, X, X], ["a list of length 2", "a list of length 3"]),
         ((0, 0), [X, X], ["a tuple of length 2", "a list of length 2"]),
-        ((0, 0), Pair(X, X), ["a tuple of length 2", "a Pair"]),
         ({"a": [0, (0, 0)]}, {"a": [X, (X,)]}, ["args[1]['a'][1]", "length 2", "length 1"]),
     ],
 )
@@ -214,11 +201,6 @@ def test_mistakes(mistake):
     fails(call, error, *fragments)
 
 
-@pytest.mark.parametrize("in_axes", ["0", 0.5, True, X])
-def test_in_axes_of_the_wrong_type(in_axes):
-    fails(lambda vmap: vmap(never, in_axes=in_axes), bx.ArgumentTypeError, "in_axes must be an int")
-
-
 @pytest.mark.parametrize("leaf", ["0", 0.5, True, np.ones(2)])
 def test_in_axes_entry_of_the_wrong_type(leaf):
     fails(
@@ -229,23 +211,11 @@ def test_in_axes_entry_of_the_wrong_type(leaf):
     )
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: bx.vmap(x),
-        lambda x: bx.explain(never, x),
-        lambda x: bx.bounded_while(never, never, 0, x),
-        lambda x: bx.vmap(never, batch_size=x),
-        lambda x: bx.vmap(never, in_axes=bx.ragged("n"))(x),
-    ],
-)
-def test_an_array_is_named_by_its_type_and_not_by_its_elements(call):
+def test_an_array_is_named_by_its_type():
     x = jnp.ones((2, 300), "float32")
-    with pytest.raises(bx.ArgumentTypeError, match=r"an array of shape \(2, 300\)") as told:
-        call(x)
-    with pytest.raises(bx.ArgumentTypeError, match=r"a traced array of shape \(2, 300\)") as traced:
-        jax.make_jaxpr(call)(x)
-    assert not re.search(r"1\.|ArrayImpl|Tracer", f"{told.value} {traced.value}")
+    fails(lambda vmap: vmap(x), bx.ArgumentTypeError, "got an array of shape (2, 300) and dtype")
+    with pytest.raises(bx.ArgumentTypeError, match=r"got a traced array of shape \(2, 300\)"):
+        jax.make_jaxpr(bx.vmap)(x)
 
 
 @pytest.mark.parametrize(
@@ -277,8 +247,6 @@ def test_what_is_no_function_is_refused_by_whom_it_was_given():
     ("value", "description"),
     [
         ("text", "of type str, not an array"),
-        (b"text", "of type bytes, not an array"),
-        ({1.0, 2.0}, "of type set, not an array"),
         (np.array(["a", "b", "c"]), "an array of dtype <U1, which JAX does not have"),
         (
             np.array([np.ones(1), np.ones(2)], object),
@@ -295,18 +263,6 @@ def test_mapped_argument_that_is_no_array(value, description):
         f"args[1][0] is to be mapped, but it is {description}",
         "None in in_axes",
     )
-
-
-def test_arguments_have_their_names_where_axes_go_by_name():
-    f = bx.vmap(lambda x, scale, *rest: never(), in_axes={"scale": 1, "rest": (0, 0)})
-    with pytest.raises(bx.AxisError) as caught:
-        f(X, {"a": X.T}, X, Y)
-    assert str(caught.value).splitlines()[1:5] == [
-        "  x: shape (3, 2), axis 0, size 3",
-        "  scale['a']: shape (2, 3), axis 1, size 3",
-        "  rest[0]: shape (3, 2), axis 0, size 3",
-        "  rest[1]: shape (4, 2), axis 0, size 4   <- not 3",
-    ]
 
 
 def test_keyword_arguments_are_told_that_only_a_name_can_give_them_none():
@@ -336,17 +292,6 @@ def test_one_key_for_all_lanes():
 
 
 # Options.
-
-
-def test_function_that_is_not_callable():
-    fails_as_in_jax(lambda vmap: vmap(3), bx.ArgumentTypeError, "function of one example", "3")
-
-
-@pytest.mark.parametrize("out_axes", ["x", 0.5, True, bx.Reduce])
-def test_out_axes_of_the_wrong_type(out_axes):
-    fails(
-        lambda vmap: vmap(never, out_axes=out_axes), bx.ArgumentTypeError, "out_axes must be an int"
-    )
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"mesh": "all"}])
@@ -421,23 +366,22 @@ def test_reverse_mode_of_a_while_loop():
 # Outputs. What a function returns is known only once it has been called.
 
 
-@pytest.mark.parametrize("value", ["text", {1.0}])
-def test_output_that_is_no_array(value):
-    fails_as_in_jax(
-        lambda vmap: vmap(lambda x: (x, [value]))(X),
-        bx.ArgumentTypeError,
-        f"the output out[1][0] is of type {type(value).__name__}, not an array",
-    )
+OF_TYPE = "the output out[1][0] is of type"
+ANOTHER = "is another object each time that the function is traced"
 
 
-@pytest.mark.parametrize("make", [lambda x: lambda y: x + y, lambda x: object()])
-def test_output_that_is_another_object_each_time(make):
-    fails_as_in_jax(
-        lambda vmap: vmap(lambda x: (x, [make(x)]))(X),
-        bx.ArgumentTypeError,
-        "out[1][0] is of type",
-        "is another object each time that the function is traced",
-    )
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: "text", f"{OF_TYPE} str, not an array"),
+        (lambda x: {1.0}, f"{OF_TYPE} set, not an array"),
+        (lambda x: lambda y: x + y, ANOTHER),
+        (lambda x: object(), ANOTHER),
+    ],
+)
+def test_output_that_is_no_array(make, message):
+    call = lambda vmap: vmap(lambda x: (x, [make(x)]))(X)
+    fails_as_in_jax(call, bx.ArgumentTypeError, OF_TYPE, message)
 
 
 @pytest.mark.parametrize("value", [object(), print])
@@ -508,13 +452,6 @@ def test_a_word_that_an_option_does_not_take(name):
     make, meant = NEAR_WORDS[name]
     with pytest.raises(bx.OptionError, match=rf'got .*\. Did you mean "{meant}"\?'):
         make()
-
-
-@pytest.mark.parametrize("word", ["", "none", "x" * 40])
-def test_a_word_that_is_like_no_other(word):
-    with pytest.raises(bx.OptionError, match=f"got '{word}'") as error:
-        bx.vmap(jnp.sin, divergence=word)
-    assert "Did you mean" not in str(error.value)
 
 
 OUT_OF_RANGE = {
@@ -614,16 +551,6 @@ def test_shapes_of_what_all_share_are_listed_by_leaf_and_not_without_end():
         bx.scan(lambda c, w, x: (c, w @ x), (None, 0))(0.0, X, X.T)
 
 
-def test_shapes_of_a_row_are_told_with_its_file(tmp_path):
-    np.save(tmp_path / "x.npy", np.ones((5, 3), np.float32))
-    with pytest.raises(TypeError) as caught:
-        bx.map(lambda w, x: x @ w, X.T, tmp_path / "x.npy", in_axes=(None, 0), progress=False)
-    assert str(caught.value).splitlines()[1:3] == [
-        f"  x ({tmp_path / 'x.npy'}): one row has shape (3,) and dtype float32",
-        f"  w: shape (2, 3) and dtype {X.dtype}, the same for all lanes",
-    ]
-
-
 # What `jax.jit` traces, and all lanes share.
 
 
@@ -668,14 +595,6 @@ def test_a_traced_value_that_is_left_behind():
     assert re.match(rf"  {X.dtype}\[\] of .*test_errors.py:\d+.* \(.*step\), held by .*left", what)
     assert "Return it as an output" in advice
     assert len(str(caught.value).splitlines()) <= len(str(of_jax.value).splitlines())
-
-
-def test_a_custom_vjp_function_forward_has_the_words_of_jax_in_it():
-    f = jax.custom_vjp(jnp.sin)
-    f.defvjp(lambda x: (f(x), x), lambda x, g: (g * jnp.cos(x),))
-    for forward in (bx.vmap(jax.jacfwd(f)), jax.jacfwd(bx.vmap(f)), jax.vmap(jax.jacfwd(f))):
-        with pytest.raises(TypeError, match="forward-mode autodiff"):
-            forward(jnp.ones(3))
 
 
 def test_an_axis_name_that_is_not_mapped():

@@ -9,7 +9,7 @@ from jax.interpreters import batching
 
 import batchax as bx
 
-from support.oracle import at_once, same
+from support.oracle import same
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 DENSE = np.arange(24, dtype=FLOAT).reshape(3, 2, 4) % 3
@@ -43,32 +43,6 @@ def test_sparse_matrices(kind, options):
     expected = products, VECTORS @ DENSE[0].T, DENSE[0], DENSE, products.sum(1)
     same(everything(batch, one), expected)
     same(product(batch, VECTORS), products, where="outside of jit")
-
-
-def test_sparse_matrices_are_differentiated_and_nested():
-    batch = of_dense(sparse.BCOO, DENSE, 1)
-
-    def loss(vmap):
-        def total(data, x):
-            m = sparse.BCOO((data, batch.indices), shape=batch.shape)
-            return (vmap(lambda m, x: m @ x)(m, x) ** 2).sum()
-
-        return jax.grad(total, (0, 1))(batch.data, VECTORS)
-
-    in_chunks = lambda f: bx.vmap(f, batch_size=2)
-    *got, expected = jax.jit(lambda: [*map(loss, [bx.vmap, in_chunks, jax.vmap])])()
-    for gradients in got:
-        same(gradients, expected)
-    deep = np.stack([DENSE, DENSE + 1])
-    twice = of_dense(sparse.BCOO, deep, 2)
-    product = lambda m, x: m @ x
-    ways = [(bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap)]
-    nested = [outer(inner(product), (0, None)) for outer, inner in ways]
-    for got in at_once(*nested)(twice, VECTORS):
-        same(got, np.einsum("cbij,bj->cbi", deep, VECTORS))
-    dense = [bx.vmap(lambda m: m.todense(), axis) for axis in (1, -3)]
-    for got in at_once(*dense)(twice):
-        same(got, np.moveaxis(deep, 1, 0))
 
 
 def test_a_type_that_computes_as_it_is_taken_apart():

@@ -28,15 +28,6 @@ def each(fun, key, *xs):
     return jax.lax.map(lambda a: fun(jax.random.fold_in(key, a[0]), *a[1]), (lanes, xs))
 
 
-@pytest.mark.nightly
-def test_a_key_for_each_lane_in_every_way():
-    check_kind(
-        lambda **options: lambda x: bx.vmap(noisy, (bx.split_key, 0), **options)(TYPED, x),
-        lambda x: each(noisy, TYPED, x),
-        X,
-    )
-
-
 @pytest.mark.parametrize("key", [TYPED, RAW], ids=["typed", "raw"])
 @pytest.mark.each_commit(1)
 def test_a_key_that_is_an_argument_by_name(key):

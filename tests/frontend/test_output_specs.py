@@ -80,12 +80,6 @@ def test_by_name(kind):
     check_kind(make, reference, X, W)
 
 
-def test_a_name_within_a_tuple_and_of_integers():
-    fun = lambda x: ({0: x, 1: x.sum()}, x)
-    got = bx.vmap(fun, out_axes=({0: 1}, 0))(X)
-    same(got, ({0: X.T, 1: X.sum(1)}, X))
-
-
 def test_all_names_mean_what_they_meant():
     fun = lambda x: {"a": x, "b": x}
     same(bx.vmap(fun, out_axes={"a": 1, "b": 0})(X), {"a": X.T, "b": X})
@@ -199,10 +193,3 @@ def test_sum_match_of_rows(options):
     assert [(x.shape, isinstance(x, jax.Array)) for x in rest] == [((), True), ((2,), True)]
     with pytest.raises(bx.AxisError, match="rows of different lengths cannot be reduced"):
         bx.vmap(lambda row: row * 2, 0, None, sum_match=True)(rows)
-
-
-def test_without_it_what_depends_on_the_batch_is_refused():
-    with pytest.raises(bx.AxisError, match=r"out\['sum'\] depends on the batch"):
-        bx.vmap(some, (0, None), AXES)(X, W)
-    with pytest.raises(bx.OptionError, match='must be "reduce" or "keep"'):
-        bx.Reduce("sum", unmapped="drop")

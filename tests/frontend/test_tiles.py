@@ -84,17 +84,6 @@ def test_blocks_meet_in_collectives():
     check_kind(make, lambda x: jax.nn.softmax(x), X[:, 0])
 
 
-def test_blocked_matrix_product():
-    """Tiles of rows and of columns: each block of the product by itself."""
-    a, b = example((6, 8), seed=5), example((8, 9), seed=6)
-
-    def make(**options):
-        columns = bx.vmap(jnp.dot, (None, bx.tiles(3, axis=1)), bx.tiles(axis=1))
-        return bx.vmap(columns, (bx.tiles(count=2), None), bx.tiles(), **options)
-
-    check_kind(make, jnp.dot, a, b)
-
-
 @pytest.mark.parametrize("size", [5, 7, 12, 20])
 @pytest.mark.compiles(60)
 @pytest.mark.each_commit(2)

@@ -2,7 +2,6 @@
 
 import inspect
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -110,12 +109,6 @@ def test_the_last_frame_is_the_call(kind):
 def test_all_frames_where_the_user_wants_them():
     assert len(shown(raised_by(RAISES["vmap"]).__traceback__)) > 10
     assert len(shown(raised_by(REFUSED["vmap"]).__traceback__)) > 2
-
-
-def test_in_a_thread():
-    with ThreadPoolExecutor(1) as pool:
-        found = shown(pool.submit(RAISES["vmap"]).exception().__traceback__)
-    assert found == ["<lambda>", "bad"]
 
 
 @pytest.mark.usefixtures("longer_rows")

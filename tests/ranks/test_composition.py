@@ -56,17 +56,6 @@ def test_lanes_are_counted_over_all_dimensions(shapes, batch_size, most):
     same(f(x, y), jnp.full(np.broadcast_shapes(*shapes), 9.0))
 
 
-def test_memory_of_chunks():
-    wide = lambda x, y: jnp.sum(jnp.tanh(jnp.outer(x, y)) @ y)
-    x, y = jnp.ones((64, 1, 32)), jnp.ones((64, 256))
-
-    def temporaries(**options):
-        f = bx.auto_vmap(1, 1, **options)(wide)
-        return jax.jit(f).lower(x, y).compile().memory_analysis().temp_size_in_bytes
-
-    assert temporaries(batch_size=8) < temporaries() / 20
-
-
 def test_under_other_transformations():
     f = bx.auto_vmap(2, 1)(plain)
     twice = lambda w: jnp.stack([w, 2 * w])
@@ -100,23 +89,6 @@ def test_around_other_transformations():
     inner = bx.auto_vmap(1, 1)(jnp.dot)
     nested = bx.auto_vmap(2, 1)(lambda w, x: jnp.tanh(inner(w, x)).sum())
     same(nested(W, X), reference(W, X))
-
-
-def test_with_a_batching_rule():
-    seen = []
-    f = bx.custom_vmap(plain)
-
-    @f.def_vmap
-    def rule(axis_size, in_batched, w, x):
-        seen.append((axis_size, in_batched))
-        return reference(w, x), True
-
-    ranked = bx.auto_vmap(2, 1)(f)
-    same(ranked(W[:, 0], X[:4]), reference(W[:, 0], X[:4]))
-    assert seen.pop() == (4, [True, True])
-    assert not seen
-    same(ranked(W[0, 0], jnp.stack([X, X])), reference(W[0, 0], jnp.stack([X, X])))
-    assert seen.pop() == (10, [False, True])  # two dimensions, one batch
 
 
 def test_sharded_batches():

@@ -72,17 +72,6 @@ def test_trees(ranks):
     same(got, jax.vmap(jax.vmap(one, (None, 0)), (0, None))(a[:, 0], b[0]))
 
 
-def test_none_in_a_tree_of_ranks():
-    @bx.auto_vmap(({"w": 2, "name": None}, 1))
-    def f(pair):
-        parameters, x = pair
-        assert parameters["name"] == "layer"
-        return parameters["w"] @ x
-
-    w, x = example((4, 2, 3)), example((4, 3), seed=1)
-    same(f(({"w": w, "name": "layer"}, x)), jnp.einsum("bij,bj->bi", w, x))
-
-
 def test_arguments_passed_as_none():
     @bx.auto_vmap(x=1, mask=1, tree=0)
     def f(x, mask=None, tree=None):
@@ -211,31 +200,8 @@ def test_named_tuples_of_ranks():
         bx.auto_vmap(Affine(2, 1), 1)(f)(Affine([[1.0, 2.0, 3.0]], [1.0]), x[0]),
         f(Affine(jnp.array([[1.0, 2.0, 3.0]]), jnp.ones(1)), x[0]),
     )
-    every = bx.auto_vmap(rest=Affine(2, 1), x=1)(lambda x, *rest: sum(f(p, x) for p in rest))
-    same(every(x, Affine(w, jnp.ones(2)), Affine(w, jnp.ones(2))), 2 * (want + 1))
-    same(
-        bx.vmap(lambda x, *rest: f(rest[0], x), {"rest": Affine(0, None)})(
-            x[:4], Affine(w[:, 0], jnp.ones(2))
-        ),
-        jax.vmap(lambda x, w: w @ x + 1)(x[:4], w[:, 0]),
-    )
     with pytest.raises(bx.AxisError, match=r"gives a Affine .*a tuple of length 2"):
         bx.auto_vmap(Affine(2, 1), 1)(f)((w, jnp.ones(2)), x)
-
-
-def test_keys():
-    @bx.auto_vmap(key=0, scale=0)
-    def f(key, scale):
-        return scale * jax.random.normal(key, (2,))
-
-    keys = jax.random.split(jax.random.key(0), 3)
-    same(f(keys, 2.0), 2.0 * jax.vmap(lambda k: jax.random.normal(k, (2,)))(keys))
-    both = f(keys, jnp.arange(4.0)[:, None])
-    assert both.shape == (4, 3, 2)
-    same(both[2, 1], 2.0 * jax.random.normal(keys[1], (2,)))
-    old = jax.random.split(jax.random.PRNGKey(0), 3)
-    got = bx.auto_vmap(1)(lambda k: jax.random.uniform(k))(old)
-    same(got, jax.vmap(jax.random.uniform)(old))
 
 
 def test_annotations():
@@ -261,7 +227,6 @@ def test_annotations():
     same(f(v, m, s=jnp.asarray(2.0)), 2 * want)
     same(f(v[0, 0], m[0], s=jnp.ones(7)), jnp.broadcast_to(v[0, 0] @ m[0], (7, 3)))
     assert f(v, m, tree={"a": jnp.ones((6, 1, 1, 3))}).shape == (6, 4, 5, 3)
-    assert f(v, m, key=jax.random.split(jax.random.key(0), 5)).shape == (4, 5, 3)
     assert f(v, m, index=jnp.ones((8, 1, 1, 2, 3, 7, 2), int)).shape == (8, 4, 5, 3)
     assert f(v, m, index=jnp.ones((8, 1, 1, 1, 3, 7, 2), int)).shape == (8, 4, 5, 3)
 

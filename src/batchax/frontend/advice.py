@@ -374,7 +374,7 @@ _MOST = 8  # arrays of a model that are listed
 
 def _listed(arrays: Sequence[tuple[str, Any]], each: str) -> str:
     lines = [
-        f"  {_whence(p)}: shape {_shape(x.shape)} and dtype {x.dtype}{each}" for p, x in arrays
+        f"  {_whence(p)}: shape {written(x.shape)} and dtype {x.dtype}{each}" for p, x in arrays
     ]
     more = len(lines) - _MOST
     return "\n".join(lines[:_MOST] + ([f"  and {more} more arrays{each}"] if more > 0 else []))
@@ -417,9 +417,10 @@ def _one_example(m: _Mapped) -> str:
     assert m.axis is not None
     del shape[m.axis]
     one = "one row" if m.path in _whences.get() else "one example"
-    return f"{one} has shape {_shape(shape)} and dtype {m.value.dtype}"
+    return f"{one} has shape {written(shape)} and dtype {m.value.dtype}"
 
 
-def _shape(shape: Sequence[Any]) -> str:
+def written(shape: Sequence[Any]) -> str:
+    """Returns a shape for messages; None is a size that differs between rows."""
     sizes = ", ".join("n" if n is None else str(n) for n in shape)
     return f"({sizes}{',' if len(shape) == 1 else ''})"

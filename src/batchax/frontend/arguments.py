@@ -22,7 +22,14 @@ from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.frontend.advice import NO_SUCH_AXIS, advise_split_key, by_name, is_key, may_be_key
+from batchax.frontend.advice import (
+    NO_SUCH_AXIS,
+    advise_split_key,
+    by_name,
+    is_key,
+    may_be_key,
+    written,
+)
 from batchax.frontend.containers import (
     LANE_INDEX,
     AxisSpec,
@@ -294,7 +301,7 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: int | None, terms: Terms
     usual = axis_size if axis_size is not None else Counter(sizes).most_common(1)[0][0]
     tie = axis_size is None and list(Counter(sizes).values()).count(sizes.count(usual)) > 1
     lines = [
-        f"  {m.path}: shape {_shape(m.value)}, axis {m.axis}, size {s}"
+        f"  {m.path}: shape {written(m.value.shape)}, axis {m.axis}, size {s}"
         + ("" if tie or s == usual else f"   <- not {usual}")
         for m, s in zip(sized, sizes, strict=True)
     ]
@@ -549,7 +556,9 @@ def _in_range(mapped: Sequence[Mapped], terms: Terms) -> list[Mapped]:
         lanes = sizes.pop() if len(sizes) == 1 else "n"
         raise AxisError(
             f"{NO_SUCH_AXIS}\n"
-            + _few_lines([f"  {m.path}: shape {_shape(m.value)}, axis {m.axis}" for m in wrong])
+            + _few_lines(
+                [f"  {m.path}: shape {written(m.value.shape)}, axis {m.axis}" for m in wrong]
+            )
             + _hint_for_numbers(wrong)
             + "\nAn axis must be in [-ndim, ndim). Pass None for an argument without a batch axis."
             + by_name([m.path for m in wrong])
@@ -569,10 +578,6 @@ def _check_references(mapped: list[Mapped]) -> None:
                 "that is staged must be given each only once. Pass it at one of the two places, or "
                 "its value, reference[...], at the other."
             )
-
-
-def _shape(x: Value) -> str:
-    return "(" + ", ".join(map(str, x.shape)) + ("," if len(x.shape) == 1 else "") + ")"
 
 
 class _SplitKey(AxisSpec):

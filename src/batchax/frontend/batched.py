@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 from batchax.jaxprs.types import Tree
 
 P = ParamSpec("P")
 Out = TypeVar("Out", covariant=True)
 Else = TypeVar("Else", covariant=True)
+Fun = TypeVar("Fun", covariant=True)
+
+_Of1: TypeAlias = Callable[[Any], Any]
+_Of2: TypeAlias = Callable[[Any, Any], Any]
+_Of3: TypeAlias = Callable[[Any, Any, Any], Any]
+_Of4: TypeAlias = Callable[[Any, Any, Any, Any], Any]
+_Of5: TypeAlias = Callable[[Any, Any, Any, Any, Any], Any]
+_Of6: TypeAlias = Callable[[Any, Any, Any, Any, Any, Any], Any]
+_Of7: TypeAlias = Callable[[Any, Any, Any, Any, Any, Any, Any], Any]
+_Of8: TypeAlias = Callable[[Any, Any, Any, Any, Any, Any, Any, Any], Any]
 
 
 class Batched(Protocol[P, Out, Else]):
@@ -29,26 +39,28 @@ class Batched(Protocol[P, Out, Else]):
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out: ...
     @overload
-    def __call__(self: _Takes1[Else], a: Tree, /) -> Else: ...
+    def __call__(self: _Wraps[_Of1, Else], a: Tree, /) -> Else: ...
     @overload
-    def __call__(self: _Takes2[Else], a: Tree, b: Tree, /) -> Else: ...
+    def __call__(self: _Wraps[_Of2, Else], a: Tree, b: Tree, /) -> Else: ...
     @overload
-    def __call__(self: _Takes3[Else], a: Tree, b: Tree, c: Tree, /) -> Else: ...
+    def __call__(self: _Wraps[_Of3, Else], a: Tree, b: Tree, c: Tree, /) -> Else: ...
     @overload
-    def __call__(self: _Takes4[Else], a: Tree, b: Tree, c: Tree, d: Tree, /) -> Else: ...
-    @overload
-    def __call__(self: _Takes5[Else], a: Tree, b: Tree, c: Tree, d: Tree, e: Tree, /) -> Else: ...
+    def __call__(self: _Wraps[_Of4, Else], a: Tree, b: Tree, c: Tree, d: Tree, /) -> Else: ...
     @overload
     def __call__(
-        self: _Takes6[Else], a: Tree, b: Tree, c: Tree, d: Tree, e: Tree, f: Tree, /
+        self: _Wraps[_Of5, Else], a: Tree, b: Tree, c: Tree, d: Tree, e: Tree, /
     ) -> Else: ...
     @overload
     def __call__(
-        self: _Takes7[Else], a: Tree, b: Tree, c: Tree, d: Tree, e: Tree, f: Tree, g: Tree, /
+        self: _Wraps[_Of6, Else], a: Tree, b: Tree, c: Tree, d: Tree, e: Tree, f: Tree, /
     ) -> Else: ...
     @overload
     def __call__(
-        self: _Takes8[Else],
+        self: _Wraps[_Of7, Else], a: Tree, b: Tree, c: Tree, d: Tree, e: Tree, f: Tree, g: Tree, /
+    ) -> Else: ...
+    @overload
+    def __call__(
+        self: _Wraps[_Of8, Else],
         a: Tree,
         b: Tree,
         c: Tree,
@@ -63,49 +75,10 @@ class Batched(Protocol[P, Out, Else]):
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Else]: ...
 
 
-# A function of one example that takes so many arguments by position.
+class _Wraps(Protocol[Fun, Else]):
+    """Is a batched function, made of one that takes so many arguments by position."""
 
-
-class _Else(Protocol[Else]):
+    @property
+    def __wrapped__(self) -> Fun: ...
     @property
     def _batchax_else(self) -> Else: ...
-
-
-class _Takes1(_Else[Else], Protocol[Else]):
-    @property
-    def __wrapped__(self) -> Callable[[Any], Any]: ...
-
-
-class _Takes2(_Else[Else], Protocol[Else]):
-    @property
-    def __wrapped__(self) -> Callable[[Any, Any], Any]: ...
-
-
-class _Takes3(_Else[Else], Protocol[Else]):
-    @property
-    def __wrapped__(self) -> Callable[[Any, Any, Any], Any]: ...
-
-
-class _Takes4(_Else[Else], Protocol[Else]):
-    @property
-    def __wrapped__(self) -> Callable[[Any, Any, Any, Any], Any]: ...
-
-
-class _Takes5(_Else[Else], Protocol[Else]):
-    @property
-    def __wrapped__(self) -> Callable[[Any, Any, Any, Any, Any], Any]: ...
-
-
-class _Takes6(_Else[Else], Protocol[Else]):
-    @property
-    def __wrapped__(self) -> Callable[[Any, Any, Any, Any, Any, Any], Any]: ...
-
-
-class _Takes7(_Else[Else], Protocol[Else]):
-    @property
-    def __wrapped__(self) -> Callable[[Any, Any, Any, Any, Any, Any, Any], Any]: ...
-
-
-class _Takes8(_Else[Else], Protocol[Else]):
-    @property
-    def __wrapped__(self) -> Callable[[Any, Any, Any, Any, Any, Any, Any, Any], Any]: ...

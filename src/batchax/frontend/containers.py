@@ -155,14 +155,20 @@ def vmappable_parts_of_output(value: Value, spec: AxesTree, path: str, size: int
 
 def _position(value: Value, spec: AxesTree, ndim: int, path: str, what: str) -> AxesTree:
     """Returns `spec` as the registration takes it, which knows no int from the end."""
-    kind, name = _compat.type_of_batch_axis(value), type(value).__name__
+    spec = _checked(value, _compat.type_of_batch_axis(value), spec, path, what)
+    return spec + ndim if isinstance(spec, int) and -ndim <= spec < 0 else spec
+
+
+def _checked(value: Value, kind: type, spec: AxesTree, path: str, what: str) -> AxesTree:
+    """Returns what the user gives as the axis of a container; raises if it is of another type."""
     spec = int(spec) if isinstance(spec, np.integer) else spec
     if not isinstance(spec, kind) or isinstance(spec, bool):
         raise ArgumentTypeError(
-            f"{what} gives {brief(spec)} for {path}, but the batch axis of a {name} is given by a "
-            f"{kind.__name__}. Pass one, or None if it does not depend on the batch."
+            f"{what} gives {brief(spec)} for {path}, but the batch axis of a "
+            f"{type(value).__name__} is given by a {kind.__name__}. Pass one, or None if it does "
+            "not depend on the batch."
         )
-    return spec + ndim if isinstance(spec, int) and -ndim <= spec < 0 else spec
+    return spec
 
 
 @contextmanager
@@ -372,7 +378,7 @@ def parts_of_argument(value: Value, spec: AxesTree, path: str) -> Parts | None:
         if not _compat.has_own_batches(value):
             return None
         return vmappable_parts_of_argument(value, spec, path)
-    spec = _checked(container, spec, path, "in_axes")
+    spec = _checked(value, container.spec_type, spec, path, "in_axes")
     arrays, axes = map(list, container.to_arrays(value, spec))
     _check_one_each(container, "to_arrays", arrays, axes, path)
     return Parts(
@@ -391,7 +397,7 @@ def parts_of_output(value: Value, spec: AxesTree, path: str, size: int | None) -
             return None
         return vmappable_parts_of_output(value, spec, path, size)
     if spec is not None:
-        spec = _checked(container, spec, path, "out_axes")
+        spec = _checked(value, container.spec_type, spec, path, "out_axes")
     arrays = list(container.from_example(value, spec))
     axes: list[Any] = [None if spec is None else 0] * len(arrays)
     if spec is not None and container.batch_axes is not None:
@@ -409,17 +415,6 @@ def _check_one_each(
             f"`{maker}`, as registered for {container.type.__name__}, returned {len(axes)} axes "
             f"for the {len(arrays)} arrays of {path}: it must return an axis, or None, for each."
         )
-
-
-def _checked(container: Container, spec: AxesTree, path: str, what: str) -> AxesTree:
-    spec = int(spec) if isinstance(spec, np.integer) else spec
-    if not isinstance(spec, container.spec_type) or isinstance(spec, bool):
-        name = container.type.__name__
-        raise ArgumentTypeError(
-            f"{what} gives {brief(spec)} for {path}, but the batch axis of a {name} is given by a "
-            f"{container.spec_type.__name__}. Pass one, or None if it does not depend on the batch."
-        )
-    return spec
 
 
 def _lend_to_jax(container: Container) -> None:

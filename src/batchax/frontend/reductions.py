@@ -27,6 +27,7 @@ from jax.typing import DTypeLike
 from batchax import _compat
 from batchax.cache import cached
 from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.frontend.options import check_flags
 from batchax.jaxprs.error_format import brief, show
 from batchax.jaxprs.primitive_facts import accumulator, highest, lowest
 from batchax.jaxprs.types import Aval, Tree, Value, Values
@@ -93,11 +94,7 @@ class Reduction:
                     f"{name} of a Reduction must be a function, got {show(given)}."
                 )
         for name in ("index", "of_nothing"):
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentTypeError(
-                    f"{name} of a Reduction must be True or False, got "
-                    f"{brief(getattr(self, name))}."
-                )
+            check_flags(**{f"{name} of a Reduction": getattr(self, name)})
         if self.index and self.lane is None:
             raise ArgumentTypeError(
                 "index of a Reduction is True, but there is no lane. Pass a function of an output "
@@ -475,10 +472,6 @@ def _add_moments(states: State) -> State:
     return count, mean, rest, jnp.sum(deviations + (weights * apart * jnp.conj(apart)).real, 0)
 
 
-def _variance(state: State, n: int) -> Value:
-    return state[-1] / n
-
-
 # --- argmax and argmin: the value, and the index of the first lane that has it --------------------
 
 _NONE = np.iinfo(np.int32).max  # later than every lane; -1 if no row of a dataset has a result
@@ -515,10 +508,6 @@ def _argument(
     )
 
 
-def _mean(total: Value, n: int) -> Value:
-    return total / n
-
-
 REDUCTIONS: dict[str, Reduction] = {
     "sum": Reduction(
         jnp.add,
@@ -531,7 +520,7 @@ REDUCTIONS: dict[str, Reduction] = {
         jnp.add,
         0,
         lane=_wide(jnp.mean),
-        finish=_mean,
+        finish=lambda total, n: total / n,
         of_lanes=jnp.mean,
         of_copies=_of_one(jnp.mean),
     ),
@@ -559,7 +548,7 @@ REDUCTIONS: dict[str, Reduction] = {
         _of_two(_add_moments),
         0,
         lane=_moments,
-        finish=_variance,
+        finish=lambda state, n: state[-1] / n,
         fold=_add_moments,
         of_lanes=jnp.var,
         of_copies=_of_one(jnp.var),

@@ -1,16 +1,12 @@
-"""What `vmap` knows of rows: the options that are for them, and who runs them."""
+"""The options of `vmap` for rows of different lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from batchax.errors import ArgumentTypeError
-from batchax.frontend.arguments import Mapped, MappedRows
 from batchax.frontend.options import check_count, check_one_of
-from batchax.frontend.outputs import Described
 
 
 class Layout(StrEnum):
@@ -73,46 +69,3 @@ def _checked_buckets(buckets: int | GroupsOfRows | None) -> int | GroupsOfRows |
         return buckets
     check_count("buckets", buckets, 1, or_none=True, other="the result of batchax.bucket(...)")
     return int(buckets)
-
-
-_found_by: list[Callable[[Described], Described]] = []
-
-
-def finds_sizes(
-    change: Callable[[Described], Described],
-) -> Callable[[Described], Described]:
-    """Registers what makes of a function of one example one that may find sizes."""
-    _found_by[:] = [change]
-    return change
-
-
-def finding_sizes(function: Described) -> Described:
-    """Returns `function`, of one example, where it may find sizes, as `batchax.compress` does."""
-    (change,) = _found_by
-    return change(function)
-
-
-Pass = Callable[[Any], Any]
-"""From a call to a call; `execution/`, above, has both."""
-
-MakePass = Callable[[RowOptions, Any, Any], Pass]
-
-_run_by: list[MakePass] = []
-
-
-def runs_rows(make: MakePass) -> MakePass:
-    """Registers what makes a pass of options for rows, the shards, and the chunks of lanes."""
-    # Who runs rows lives above those who only need to know that there are rows.
-    _run_by[:] = [make]
-    return make
-
-
-def pass_of_rows(options: RowOptions, mapped: Sequence[Mapped], shards: Any, chunking: Any) -> Pass:
-    """Returns the pass for a call some of whose arguments are rows, which leaves any other as it
-    is.
-    """
-    if any(isinstance(m, MappedRows) for m in mapped):
-        (make,) = _run_by
-        return make(options, shards, chunking)
-    options.check_used()
-    return lambda call: call

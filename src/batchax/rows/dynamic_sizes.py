@@ -33,7 +33,6 @@ from batchax.cache import Cache
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import Described, FlatOutputs, OutputArray
-from batchax.frontend.rows import finds_sizes
 from batchax.jaxprs.error_format import brief
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front
@@ -158,7 +157,6 @@ def _staged_with(scope: _compat.RowScope | None) -> Iterator[Finding]:
 _scopes = Cache("the scope of sizes that are found where there are no rows", most=1)
 
 
-@finds_sizes
 def with_sizes_found(function: Described) -> Described:
     """`function`, which may find sizes: of arrays it returns arrays, and the sizes that they have.
 

@@ -28,7 +28,7 @@ from batchax.execution.devices.shards import (
     with_whole_axis,
 )
 from batchax.frontend.outputs import place
-from batchax.frontend.rows import Layout, RowOptions, runs_rows
+from batchax.frontend.rows import Layout, RowOptions
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Position
@@ -314,7 +314,6 @@ def _collected(
     return Ragged(data, own, noted.bounds, axis=noted.axes)
 
 
-@runs_rows
 def in_rows(options: RowOptions, shards: Shards | None, chunking: Chunking | None) -> Pass:
     """The pass for calls some of whose arguments are `Ragged`."""
 
