@@ -133,11 +133,6 @@ def test_axes_by_name_also_of_keyword_arguments():
             ValueError,
             "in_axes gives 0 for params, which gradients are with respect to",
         ),
-        (
-            lambda: bx.clipped_grad(loss, 1.0, {"params": 0})(PARAMS, XS, YS),
-            ValueError,
-            "in_axes gives 0 for params, which gradients are with respect to",
-        ),
         (lambda: bx.clipped_grad(loss, 1.0)(PARAMS, XS, YS[:2]), ValueError, "y: shape"),
         (lambda: bx.clipped_grad(loss, 1.0, argnums=()), TypeError, "must name an argument"),
         (lambda: bx.clipped_grad(loss, 1.0, out_axes=0), TypeError, "Remove out_axes"),

@@ -6,10 +6,7 @@ what is no longer so.
 """
 
 import ast
-import gc
 import importlib
-import weakref
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,7 +16,7 @@ import jaxlib.version
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import checkify, io_callback
+from jax.experimental import io_callback
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -30,7 +27,6 @@ from batchax import _compat
 from batchax._compat import one_function
 from batchax.analysis.one_function import fits_lowered_kernel, fits_single_kernel
 from batchax.kernel.axis import Axis
-from batchax.kernel.captured import closes_over_tracers
 
 from support.high_operations import cube
 from support.shared_store import clients
@@ -38,7 +34,6 @@ from support.shared_store import clients
 SOURCES = sorted(Path(_compat.__file__).parent.glob("*.py"))
 X = jnp.arange(1.0, 4.0)
 AXES = [("i", 2)]
-KEY = jax.random.key(0)
 
 
 def equations(fun, *args):
@@ -243,56 +238,7 @@ def test_what_jax_keeps_of_a_trace(name):
     assert _compat.is_tracing_state(object.__new__(state))
 
 
-def test_wrapped_functions():
-    rule = equation("custom_jvp_call", custom_jvp, X).params["jvp_jaxpr_fun"]
-    parts = _compat.wrapped_parts(rule)
-    assert len(parts) == 3
-    assert callable(parts[0])
-    assert _compat.wrapped_parts(_compat.rewrapped(jnp.sin, rule))[0] is jnp.sin
-    rule = equation("custom_jvp_call", set_apart, X, X).params["jvp_jaxpr_fun"]
-    assert closes_over_tracers(rule), "an argument of nondiff_argnums is not found in the rule"
-
-
-def test_descriptions_of_residuals():
-    params = equation("custom_vjp_call", custom_vjp, X).params
-    description = _compat.ResidualsDescription(params["out_trees"])
-    assert description.get() is None
-    params["fwd_jaxpr_thunk"].call_wrapped(True)
-    before = params["out_trees"]()
-    assert before[2] is not None
-    described = description.get()
-    description.set((*described[:2], [None]))
-    assert params["out_trees"]()[2] == [None]
-    description.set(described)
-    assert params["out_trees"]() == before
-
-
 # --- parameters that rules read ----------------------------------------------------------------
-
-
-@jax.custom_jvp
-def custom_jvp(x):
-    return x
-
-
-custom_jvp.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def set_apart(y, x):
-    return y * x
-
-
-set_apart.defjvp(lambda y, primals, tangents: (y * primals[0], y * tangents[0]))
-
-
-@jax.custom_vjp
-def custom_vjp(x):
-    return x
-
-
-custom_vjp.defvjp(lambda x: (x, None), lambda kept, ct: (ct,))
-
 
 MESH = jax.make_mesh((1,), ("m",), axis_types=(AxisType.Auto,))
 
@@ -357,35 +303,6 @@ def test_functions_of_jax_that_flatten_rows():
         assert shared.tolist() == [5.0] * 3
         gradient = run(jax.grad(lambda rows: rows.data.sum(), allow_int=True))(rows)
         assert gradient.data.tolist() == [1.0] * 5
-
-
-def test_lines_of_the_users():
-    source = equation("sin", lambda x: jnp.sin(x), X).source_info
-    assert __file__ in _compat.user_line(source)
-    assert _compat.user_file_and_line(source)[0] == __file__
-    made = []
-    _compat.stage(lambda x: [made.append(jnp.sin(x)) or x], [jax.typeof(X)])
-    assert __file__ in _compat.made_at(made[0])
-    assert _compat.made_at(None) == ""
-    with _compat.user_source(source, _compat.current_name_stack()):
-        assert _compat.current_source() is not None
-
-
-def test_names_of_axes():
-    assert _compat.names_in_scope() == []
-    with _compat.named_scope("j", 3):
-        assert _compat.names_in_scope() == [("j", 3)]
-        assert jax.make_jaxpr(lambda: lax.axis_size("j"))() is not None
-    fun = lambda x: [lax.psum(x, "k")]
-    staged = _compat.stage(fun, [jax.typeof(X)], [("k", 2)], ["lane"])
-    assert staged.jaxpr.debug_info.arg_names == ("lane",)
-    assert staged.jaxpr.debug_info.func_src_info.endswith(
-        f"{__file__}:{fun.__code__.co_firstlineno}"
-    )
-    unnamed = _compat.stage(lambda x, y: [x], [jax.typeof(X)] * 2)
-    assert unnamed.jaxpr.debug_info.arg_names == ("args[0]", "args[1]")
-    with _compat.mesh_axis_taken("m"), _compat.mesh_axis_taken(None):
-        pass
 
 
 def test_what_jax_tells_a_batching_rule():
@@ -483,21 +400,6 @@ def test_frames_that_jax_hides():
     assert "traceback_util.py" not in files, "JAX filters no traceback at `api_boundary`"
 
 
-def test_programs():
-    weak = jax.make_jaxpr(lambda x: _compat.weakly(x + 0))(X)
-    assert weak.out_avals[0].weak_type
-    two = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.cos(x))[0])(X)
-    assert [eqn.primitive.name for eqn in _compat.without_dead(two).jaxpr.eqns] == ["sin"]
-    body = equation("jit", jnp.linalg.norm, X).params["jaxpr"]
-    assert _compat.name_within_jax(body.jaxpr) == "norm"
-    assert _compat.name_and_place(two.jaxpr).startswith(f"<lambda> at {__file__}:")
-    index = jax.make_jaxpr(lambda: _compat.platform_index((("cpu",), None)))()
-    assert index.jaxpr.eqns[0].primitive.name == "platform_index"
-    closing = jax.make_jaxpr(lambda x: x + np.arange(3.0))(X)
-    (body,), consts = _compat.hoist_constants(closing)
-    assert len(body.in_avals) == 1 + len(consts)
-
-
 def test_programs_that_are_lowered_early():
     program = jax.make_jaxpr(cube)(1.0)
     held_p = jex_core.Primitive("held")
@@ -510,39 +412,6 @@ def test_programs_that_are_lowered_early():
     message = "JAX does not ask for what takes the place of a primitive that holds a high operation"
     assert jax.jit(held)(2.0) == 8, message
     assert held(2.0) == 9, message
-
-
-def test_rules_of_checkify():
-    """A rule is called with an error, the checks to make and operands; what checks is there."""
-    checked_p = jex_core.Primitive("checked")
-    checked_p.multiple_results = True
-    checked_p.def_abstract_eval(lambda x: [x])
-    program = jax.make_jaxpr(lambda x: [jnp.log(x)])(1.0)
-
-    def rule(checking, operands, params):
-        assert checking.needs(frozenset())
-        run, leaves, structure = checking.with_errors(program)
-        return jax.tree.unflatten(structure, run(*leaves, *operands))
-
-    _compat.set_error_rule(checked_p, rule)
-    check = checkify.checkify(jax.jit(checked_p.bind), errors=checkify.nan_checks)
-    assert check(-1.0)[0].get() == "nan generated by primitive: log.", "JAX calls rules otherwise"
-    assert check(1.0)[0].get() is None
-
-
-def test_which_keys_a_primitive_consumes():
-    """A primitive has the signature of a program; of part of an operand, what a step consumes."""
-    draw = jax.make_jaxpr(lambda key: [jax.random.normal(key)])(jax.random.key(0))
-    half = jax.make_jaxpr(lambda keys: [_compat.unconsumed(keys[0])])(jax.random.split(KEY))
-    drawn_p, read_p = jex_core.Primitive("drawn"), jex_core.Primitive("read")
-    for primitive, program, steps in ((drawn_p, draw, ()), (read_p, half, (draw,))):
-        primitive.def_abstract_eval(lambda key, program=program: program.out_avals[0])
-        _compat.set_key_use(primitive, lambda eqn, p=program: p, lambda params, s=steps: s)
-    with jax.debug_key_reuse(True):
-        for primitive, keys in ((drawn_p, KEY), (read_p, jax.random.split(KEY))):
-            jax.make_jaxpr(primitive.bind)(keys)
-            with pytest.raises(jax.errors.KeyReuseError, match=primitive.name):
-                jax.make_jaxpr(jax.jit(lambda k, p=primitive: (p.bind(k), p.bind(k))))(keys)
 
 
 @pytest.fixture
@@ -702,24 +571,6 @@ def test_whether_a_compiler_divides_a_program():
     assert seen == [False, True, False]
 
 
-# --- caches -------------------------------------------------------------------------------------
-
-
-class Cache:
-    of = "for this test"
-    cleared = 0
-
-    def cache_clear(self):
-        self.cleared += 1
-
-
-def test_jax_clears_what_is_kept_with_its_caches():
-    cache = Cache()
-    _compat.empty_with_caches(cache)
-    jax.clear_caches()
-    assert cache.cleared == 1
-
-
 def test_what_a_staged_program_depends_on():
     here = _compat.trace_context()
     assert here == _compat.trace_context()
@@ -732,27 +583,6 @@ def test_what_a_staged_program_depends_on():
     ):
         with other:
             assert _compat.trace_context() != here
-
-
-def test_nan_in_a_jitted_program_inside():
-    program = jax.make_jaxpr(jax.jit(jnp.log))(X)
-    with jax.debug_nans(True), pytest.raises(_compat.FoundNaN):
-        jax.core.eval_jaxpr(program.jaxpr, program.consts, -X)
-
-
-def test_parameters_that_jax_holds_weakly():
-    @_compat.held_weakly
-    class Held:
-        pass
-
-    primitive = jex_core.Primitive("for_this_test")
-    primitive.def_abstract_eval(lambda x, held: x)
-    held = Held()
-    alive = weakref.ref(held)
-    jax.make_jaxpr(partial(primitive.bind, held=held))(X)
-    del held
-    gc.collect()
-    assert alive() is None
 
 
 def test_calls_that_would_be_inlined_can_be_kept():

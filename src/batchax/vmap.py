@@ -85,7 +85,7 @@ class MoreOptions(TypedDict, total=False):
 class Options(MoreOptions, total=False):
     """The options of `vmap` but `in_axes`, for what takes them by name."""
 
-    out_axes: Any
+    out_axes: AxesTree
 
 
 @_compat.api_boundary
