@@ -1,11 +1,8 @@
 """Slices, gathers and scatters, against the loop over examples."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -13,28 +10,10 @@ from jax import lax
 import batchax as bx
 
 from support.batches import on_axes
-from support.operations import no_more_operations, operations
+from support.operations import operations
 from support.oracle import check_all, example, quickly
 
 STARTS = jnp.array([0, 1, -1, 7])  # the last two out of range: slices are moved to fit
-
-
-def subsets(*choices):
-    """Every combination of positions of the batch axis but the one with none."""
-    return [c for c in itertools.product(*choices) if any(a is not None for a in c)]
-
-
-@pytest.mark.parametrize("of_array", [None, 0, 2])
-def test_dynamic_slice(of_array):
-    fun = lambda x, i, j: lax.dynamic_slice(x, (i, j), (2, 3))
-    x, cases = on_axes((3, 4), of_array), {}
-    for in_axes in subsets((of_array,), (None, 0), (None, 0)):
-        i, j = (STARTS if a == 0 else np.array(1) for a in in_axes[1:])
-        no_more_operations(fun, x, i, j, in_axes=in_axes)
-        full = in_axes == (2, 0, None)
-        own = dict(in_axes=in_axes, derivatives=full, second=full, nested=full)
-        cases[str(in_axes)] = (fun, x, i, j, own)
-    check_all(cases)
 
 
 def test_dynamic_slice_of_whole_dimensions_needs_no_index():
@@ -56,43 +35,6 @@ def test_start_shared_by_lanes_stays_a_dynamic_slice():
     counts = operations(bx.vmap(fun, in_axes=(1, None)), example((3, 5, 4)), 1)
     assert counts["dynamic_slice"] == counts["dynamic_update_slice"] == 1
     assert counts["gather"] == counts["scatter"] == 0
-
-
-@pytest.mark.parametrize("of_array", [None, 0, 1])
-def test_dynamic_update_slice(of_array):
-    def fun(x, u, i):
-        return lax.dynamic_update_slice(x, u, (i, 0)), lax.dynamic_update_slice(x, u[:, :2], (i, i))
-
-    cases = {}
-    for in_axes in subsets((of_array,), (None, 0, 1), (None, 0)):
-        x, u = on_axes((4, 3), of_array), on_axes((2, 3), in_axes[1], seed=1)
-        i = STARTS if in_axes[2] == 0 else np.array(1)
-        no_more_operations(fun, x, u, i, in_axes=in_axes)
-        full = in_axes in {(1, 0, 0), (0, None, None)}
-        own = dict(in_axes=in_axes, derivatives=full, nested=full)
-        cases[str(in_axes)] = (fun, x, u, i, own)
-    check_all(cases)
-
-
-def test_whole_update_at_a_place_of_each_lane():
-    fun = lambda x, i, u: lax.dynamic_update_slice(x, u, (i, i))
-    one = dict(in_axes=(None, 0, None))
-    cases = {
-        "all": (fun, example((4, 2, 3)), STARTS, example((4, 2, 3), seed=1), {}),
-        "places": (fun, example((2, 3)), STARTS, example((2, 3), seed=1), one),
-    }
-    check_all(cases)
-
-
-def test_index_dtypes():
-    for dtype in (jnp.int8, jnp.uint32):
-
-        def fun(x, i, k):
-            y = lax.dynamic_slice(x, (i, i), (2, 2))
-            return y, lax.dynamic_update_slice(x, y, (k, k))
-
-        i, k = jnp.array([0, 1, 2, 9], dtype), jnp.array(1, dtype)
-        quickly(fun, example((4, 3, 3)), i, k, in_axes=(0, 0, None), derivatives=False)
 
 
 def test_typed_keys():
@@ -155,51 +97,6 @@ WITHIN = jnp.array([[0, 2], [2, 1], [1, 0], [1, 2]])
 def put(indices, position):
     """Indices of four lanes with the batch axis at `position`, or those of one lane."""
     return indices[0] if position is None else jnp.moveaxis(indices, 0, position)
-
-
-@pytest.mark.parametrize("in_axes", subsets((None, 0, 1, 2), (None, 0, 1)))
-def test_gather(in_axes):
-    x, i = on_axes((3, 3), in_axes[0]), put(INDICES, in_axes[1])
-
-    def fun(x, i):
-        return [
-            x.at[i].get(mode="fill", fill_value=7.0),
-            x.at[:, i].get(mode="clip", wrap_negative_indices=False),
-            x.at[i, i[::-1]].get(mode="fill"),
-            x.at[i[:, None], i].get(mode="clip"),
-            x.at[:, abs(i) % 3].get(mode="promise_in_bounds"),
-        ]
-
-    full = in_axes in {(2, 1), (None, 0), (1, None)}
-    options = dict(in_axes=in_axes, derivatives=full, nested=in_axes == (2, 1), unrolled=False)
-    check_all({"gather": (fun, x, i, {})}, jit=full, **options)
-    no_more_operations(fun, x, i, in_axes=in_axes)
-
-
-@pytest.mark.parametrize("of_indices", [None, 0, 1])
-def test_scatter(of_indices):
-    fun = lambda x, i, u: [getattr(x.at[i], method)(u) for method in METHODS]
-    cases = {}
-    for in_axes in subsets((None, 0, 1), (of_indices,), (None, 0)):
-        x, u = on_axes((3,), in_axes[0]), on_axes((2,), in_axes[2], seed=1)
-        i = put(INDICES, of_indices)
-        no_more_operations(fun, x, i, u, in_axes=in_axes)
-        # `jit` inside is the same for every axis.
-        cases[str(in_axes)] = (fun, x, i, u, dict(in_axes=in_axes, jit=in_axes == (0, 0, 0)))
-    check_all(cases, derivatives=False, unrolled=False)
-
-
-@pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, 1, 1), (None, 0, None), (0, None, 0)])
-def test_scatter_modes(in_axes):
-    x, u = on_axes((3, 2), in_axes[0]), on_axes((2, 2), in_axes[2], seed=1)
-    i = put(INDICES, in_axes[1])
-
-    def fun(x, i, u):
-        outside = [(x.at[i].add(u, mode=m), x.at[i[::-1]].max(u[0], mode=m)) for m in MODES[:2]]
-        return outside, x.at[abs(i) % 3].add(u, mode="promise_in_bounds")
-
-    options = dict(in_axes=in_axes, derivatives=in_axes == (1, 1, 1), unrolled=False)
-    check_all({"modes": (fun, x, i, u, {})}, jit=in_axes == (0, 0, 0), **options)
 
 
 def test_promises_survive_where_they_hold():

@@ -11,11 +11,9 @@ from batchax import _compat
 from batchax.rules.elementwise import CUMULATIVE, REDUCTIONS
 
 from support.batches import batch
-from support.operations import no_more_operations
 from support.oracle import check, check_all, quickly, same
 
 SHAPE = (2, 4)
-VALUES_ONLY = dict(derivatives=False, eager=False)
 LOGICAL = ("reduce_and", "reduce_or", "reduce_xor")
 INEXACT = (jnp.float32, jnp.bfloat16, jnp.complex64)
 DTYPES = {
@@ -64,44 +62,6 @@ def test_ties_and_nan_take_the_first_place():
     x = jnp.array([[1.0, 1.0, 0.0], [jnp.nan, 5.0, jnp.nan], [-0.0, 0.0, -1.0]])
     check_all({f.__name__: (f, x, {}) for f in (jnp.argmax, jnp.nanargmin)})
     check(jnp.max, x, derivatives=False)
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2, 3])
-def test_every_position(axis):
-    x, cases = batch((2, 1, 4), axis), {}
-    for axes in [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2), ()]:
-        fun = reduction("reduce_max", axes)
-        no_more_operations(fun, x, in_axes=axis)
-        cases[f"over {axes}"] = (fun, x, {})
-    check_all(cases, in_axes=axis, out_axes=-1, derivatives=False)
-
-
-def largest_and_place(a, b):
-    """A computation on pairs: the larger value, and where it is."""
-    (x, i), (y, j) = a, b
-    return lax.select(x >= y, x, y), lax.select(x >= y, i, j)
-
-
-@pytest.mark.parametrize("in_axes", [(0, 0), (1, 0), (None, 2), (2, None), (2, 2)])
-def test_reduce_of_several_operands(in_axes):
-    x = batch(SHAPE, in_axes[0])
-    i = batch(SHAPE, in_axes[1], jnp.int32)
-    fun = lambda x, i: lax.reduce((x, i), (-jnp.inf, np.int32(-1)), largest_and_place, (1,))
-    check(fun, x, i, in_axes=in_axes, **VALUES_ONLY)
-
-
-@pytest.mark.parametrize("length", [0, 5])
-@pytest.mark.parametrize("axis", [1, None])
-def test_reduce_from_an_initial_value_for_each_lane(length, axis):
-    x, start = batch((2, length), axis), batch((), 0, seed=1)
-    fun = lambda x, start: lax.reduce(x, start, lax.add, (1,))
-    check(fun, x, start, in_axes=(axis, 0), against_jax=False, **VALUES_ONLY)
-
-
-def test_reduce_of_several_operands_from_initial_values_for_each_lane():
-    fun = lambda x, i, start: lax.reduce((x, i), (start, np.int32(-1)), largest_and_place, (0, 2))
-    x, i, start = batch((2, 3, 4), 1), batch((2, 3, 4), None, jnp.int32), batch((), 0, seed=2)
-    check(fun, x, i, start, in_axes=(1, None, 0), against_jax=False, **VALUES_ONLY)
 
 
 def test_out_sharding_gains_the_batch_axis():

@@ -1,7 +1,5 @@
 """Primitives that arrange elements, against the loop over examples."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,11 +69,6 @@ def keys(shape):
     return jax.random.split(jax.random.key(0), shape)
 
 
-def subsets(*choices):
-    """Every combination of positions of the batch axis but the one with none."""
-    return [c for c in itertools.product(*choices) if any(a is not None for a in c)]
-
-
 @pytest.mark.parametrize("names", shares(ONE_ARRAY, 6), ids=" ".join)
 def test_one_array(names):
     cases = {}
@@ -84,16 +77,6 @@ def test_one_array(names):
         cases[name] = (ONE_ARRAY[name], on_axes((2, 3), 1), dict(in_axes=1, nested=True))
         cases[f"{name}, batch last"] = (ONE_ARRAY[name], on_axes((2, 3), -1), last)
     check_all(cases)
-
-
-def test_broadcast_that_permutes():
-    # JAX cannot transpose this form for reverse mode, batched or not.
-    fun = lambda x: lax.broadcast_in_dim(x, (3, 4, 2), (2, 0))
-    cases = {
-        str(position): (fun, on_axes((2, 3), position), dict(in_axes=position))
-        for position in (0, 1, 2)
-    }
-    check_all(cases, derivatives=False)
 
 
 def test_places_that_are_integers_of_numpy():
@@ -154,33 +137,10 @@ def test_weak_types_are_kept(name):
         same_type(bx.vmap(fun)(i), jaxs)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_concatenate_and_stack(axis):
-    fun = lambda x, y: (jnp.concatenate([x, y, x], axis), jnp.stack([y, x], axis))
-    cases = {}
-    for in_axes in subsets((None, 0, 2), (None, 0, 1)):
-        x, y = (on_axes((2, 3), a, seed=i) for i, a in enumerate(in_axes))
-        no_more_operations(fun, x, y, in_axes=in_axes)
-        own = dict(in_axes=in_axes, derivatives=in_axes == (0, None))
-        cases[str(in_axes)] = (fun, x, y, own)
-    check_all(cases, out_axes=1)
-
-
 def test_stack_puts_whole_arrays_after_each_other():
     x = np.ones(5)
     (equation, *_) = jax.make_jaxpr(bx.vmap(lambda x, y: jnp.stack([x, y])))(x, x).eqns
     assert [v.aval.shape for v in equation.outvars] == [(2, 5)]
-
-
-def test_padding_value_for_each_lane():
-    fun = lambda x, v: (lax.pad(x, v, [(1, 2, 1)]), lax.pad(x, v, [(-1, 1, 0)]))
-    cases = {}
-    for in_axes in subsets((None, 0, 1), (None, 0)):
-        x, value = on_axes((3,), in_axes[0]), on_axes((), in_axes[1], seed=1)
-        no_more_operations(fun, x, value, in_axes=in_axes)
-        full = in_axes == (0, 0)
-        cases[str(in_axes)] = (fun, x, value, dict(in_axes=in_axes, second=full, nested=full))
-    check_all(cases)
 
 
 def test_padding_with_infinity_reaches_no_gradient():
@@ -189,22 +149,6 @@ def test_padding_with_infinity_reaches_no_gradient():
     gradient = jax.jit(jax.grad(lambda x, v: bx.vmap(fun)(x, v).sum(), (0, 1)))
     got = gradient(example((4, 3)), values)
     same(got, (jnp.ones((4, 3)), jnp.zeros(4)))
-
-
-@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int32, jnp.bfloat16])
-def test_bitcast_to_another_width(dtype):
-    width = 16 // jax.dtypes.itemsize_bits(dtype)
-    shape = (3, width) if width > 1 else (3, 2)
-
-    def fun(x):
-        return lax.bitcast_convert_type(x, jnp.float16), lax.bitcast_convert_type(x, jnp.uint8)
-
-    cases = {}
-    for position in (0, 1, 2):
-        # JAX takes the batch axis for the dimension that a wider type consumes.
-        own = dict(in_axes=position, against_jax=position < 2)
-        cases[str(position)] = (fun, on_axes(shape, position, dtype=dtype), own)
-    check_all(cases, derivatives=False)
 
 
 def test_barrier_keeps_unbatched_unbatched():

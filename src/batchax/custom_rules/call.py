@@ -67,15 +67,12 @@ class Tangents:
         return run
 
     def types(self, before: Sequence[Any]) -> list[Any]:
-        """Returns the result types, from those of the function before."""
         return [*(before[k].to_tangent_aval() for k in self.of), *(before if self.values else ())]
 
     def values_before(self, flags: Flags) -> list[bool]:
-        """Returns which operands of the function before are batched."""
         return list(flags[: -len(self.moving)])
 
     def flags_before(self, flags: Flags) -> list[bool]:
-        """Returns which operands of the function before must be batched."""
         before = self.values_before(flags)
         for i, batched in zip(self.moving, flags[-len(self.moving) :], strict=True):
             before[i] |= batched
@@ -122,7 +119,6 @@ class Cotangents:
         return list(self.linear_types)
 
     def values_before(self, flags: Flags) -> list[bool]:
-        """Returns which operands of the function before are batched."""
         others = iter(flags[: -len(self.of)])
         count = len(flags) - len(self.of) + len(self.linear)
         return [False if i in self.linear else next(others) for i in range(count)]
@@ -154,11 +150,9 @@ class _SameOperands:
     """A step with the operands of the function before it."""
 
     def values_before(self, flags: Flags) -> Flags:
-        """Returns which operands of the function before are batched."""
         return flags
 
     def flags_before(self, flags: Flags) -> Flags:
-        """Returns which operands of the function before must be batched."""
         return flags
 
 
@@ -184,7 +178,6 @@ class MappedStep(_SameOperands):
         return run
 
     def types(self, before: Sequence[Any]) -> list[Any]:
-        """Returns the result types, from those of the function before."""
         return [batched_aval(self.axis, aval, 0) for aval in before]
 
     def batched(self, axis: Axis, before: BatchedFlat, flags: Flags) -> BatchedFlat:
@@ -220,7 +213,6 @@ class Primals(_SameOperands):
         return lambda *xs: pullback_of(before, xs, self.moving, ())[0]
 
     def types(self, before: Sequence[Any]) -> list[Any]:
-        """Returns the result types, from those of the function before."""
         return list(before)
 
     def batched(self, axis: Axis, before: BatchedFlat, flags: Flags) -> BatchedFlat:
@@ -229,6 +221,11 @@ class Primals(_SameOperands):
 
 
 DerivativeStep = Tangents | Primals | Cotangents | MappedStep
+"""A step after a function: its `function` for one example, and `batched`, and their `types`.
+
+`values_before` says which operands of the function before it are batched where its own are as
+`flags`, and `flags_before` which have to be.
+"""
 
 
 def spread(axis: Axis, x: Value, batched: bool, target: bool) -> Value:
