@@ -16,7 +16,7 @@ from batchax.execution.progress import Steps
 from support.compiled import compilations
 from support.forced import FORCED
 from support.mistakes import cases
-from support.oracle import at_once, check, direction, example, same, same_type, total
+from support.oracle import at_once, direction, example, same, same_type, total
 
 MOST = 12
 
@@ -145,60 +145,6 @@ def test_types_are_those_of_while_loop():
     jax.tree.map(same_type, jax.eval_shape(f), jax.eval_shape(g))
 
 
-def test_keys_and_carries_without_derivatives():
-    """Random keys, booleans and integers go along; the carry that moves is differentiated."""
-
-    def f(loop, x):
-        def body(c):
-            key, used = jax.random.split(c["key"])
-            return {"key": key, "x": c["x"] * jax.random.uniform(used), "odd": ~c["odd"]}
-
-        init = {"key": jax.random.key(1), "x": x, "odd": jnp.bool_(False)}
-        return loop(lambda c: c["x"] > 0.01, body, init, 5)["x"]
-
-    unrolled = lambda cond, body, init, n: functools.reduce(lambda c, _: body(c), range(n), init)
-    x = jnp.asarray(1e3)
-    same(
-        *at_once(
-            *[jax.value_and_grad(lambda x, of=of: f(of, x)) for of in (bx.bounded_while, unrolled)]
-        )(x)
-    )
-
-
-def test_empty_carry_and_a_single_step():
-    assert bx.bounded_while(lambda _: False, lambda c: c, (), 3) == ()
-    f = lambda x: bx.bounded_while(lambda _: True, jnp.sin, x, 1)
-    same(jax.grad(f)(0.5), jnp.cos(0.5))
-
-
-def test_a_step_that_was_not_taken_contributes_nothing():
-    """It would be NaN."""
-
-    def f(x, w):
-        body = lambda c: jnp.sqrt(c - 1.0) * w
-        return bx.bounded_while(lambda c: c > 1.0, body, x, 6)
-
-    def by_hand(x, w):
-        while x > 1.0:
-            x = jnp.sqrt(x - 1.0) * w
-        return x
-
-    xs, w = jnp.array([0.5, 1.5, 3.0, 9.0]), jnp.float32(1.5)
-    expected = [jax.grad(by_hand, (0, 1))(x, w) for x in xs]
-    same([jax.jit(jax.grad(f, (0, 1)))(x, w) for x in xs], expected)
-    ends = [jnp.stack(e) for e in zip(*expected, strict=True)]
-    gradients, summed = [], []
-    for vmap in (jax.vmap, bx.vmap):
-        gradients.append(vmap(jax.grad(f, (0, 1)), (0, None)))
-        total_of_lanes = lambda x, w, vmap=vmap: vmap(f, (0, None))(x, w).sum()
-        summed.append(jax.grad(total_of_lanes, (0, 1)))
-    by_jax, ours, sum_by_jax, our_sum = at_once(*gradients, *summed)(xs, w)
-    for got in (by_jax, ours):
-        same(got, tuple(ends))
-    for got in (sum_by_jax, our_sum):
-        same(got, (ends[0], ends[1].sum()))
-
-
 # Batched
 
 
@@ -212,23 +158,6 @@ def test_lanes_that_leave_at_different_steps(vmap):
     for got, expected in zip(results[::2], results[1::2], strict=True):
         same(got, expected)
     same(both[0](XS, W), results[1])  # outside of jit
-
-
-@pytest.mark.parametrize("batched", range(3))
-def test_oracle(batched):
-    """Where only the carry, only what is closed over, or only the predicate is batched."""
-
-    def f(x, w, limit):
-        cond = lambda c: c[0] < limit
-        body = lambda c: (c[0] + 1, jnp.tanh(w @ c[1]), c[2] * 2)
-        return bx.bounded_while(cond, body, (0, x, 1), 5)
-
-    args = [example((3, 2)), example((3, 2, 2), seed=1), jnp.arange(3)]
-    axes = tuple(0 if i == batched else None for i in range(3))
-    args = [x if a == 0 else x[1] for x, a in zip(args, axes, strict=True)]
-    alike = 0 if batched == 2 else None  # carries that all lanes share stay shared
-    options = dict(against_jax=False, jit=False, derivatives=batched == 1)
-    check(jax.jit(f), *args, in_axes=axes, out_axes=(alike, 0, alike), **options)
 
 
 def test_reverse_rules_in_steps_of_each_lane():
@@ -606,11 +535,6 @@ def test_reverse_rules_that_close_over_traced_values_are_named(which):
     for way in (*ways, bx.vmap(first, batch_size=1), lambda w, x: both(w[0], x[0])):
         with pytest.raises(bx.UnsupportedError, match=r"a rule of .*double at .* argument"):
             way(jnp.ones(2), jnp.ones(2))
-
-
-def test_branching_on_the_carry_names_it():
-    with pytest.raises(jax.errors.TracerBoolConversionError, match="for bounded_while"):
-        bx.bounded_while(lambda c: True, lambda c: c if c > 0 else -c, 0.0, 3)
 
 
 def test_references_are_refused():

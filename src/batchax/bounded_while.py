@@ -117,10 +117,10 @@ def bounded_while(
     keys = carry_keys(init_val)
     axis = Axis(max_steps)
 
-    def test(*values: Value) -> list[Any]:
+    def test(*values: Value) -> list[Value]:
         return [check_predicate(cond_fun, cond_fun(jax.tree.unflatten(structure, values)))]
 
-    def step(*values: Value) -> list[Any]:
+    def step(*values: Value) -> list[Value]:
         old = jax.tree.unflatten(structure, values)
         new = body_fun(old)
         check_structure(body_fun, old, new)

@@ -205,11 +205,11 @@ class _Comparison:
         args, kwargs = self._rebuild(leaves)
         return without_objects(fun(*args, **kwargs))
 
-    def _example(self, lane: int) -> list[Any]:
+    def _example(self, lane: int) -> list[Value]:
         """Returns the leaves of the arguments of a lane that may be traced."""
         return [self._parts[i](lane) if i in self._parts else self._whole[i] for i in self._traced]
 
-    def _leaves(self, traced: Sequence[Any]) -> list[Any]:
+    def _leaves(self, traced: Sequence[Any]) -> list[Value]:
         """Returns all leaves of the arguments of a lane."""
         return with_values(self._whole, self._traced, traced)
 
@@ -272,7 +272,7 @@ class _Comparison:
     def _vjp(
         self, fun: Callable[..., Any], leaves: Sequence[Any]
     ) -> tuple[list[Value], Callable[[Values], tuple[Value, ...]]]:
-        def of_points(*points: Value) -> list[Any]:
+        def of_points(*points: Value) -> list[Value]:
             outs = self._called(fun, with_values(leaves, self._smooth, points))
             return [_array(y) for y in _inexact(outs)]
 
@@ -351,7 +351,7 @@ def _array(x: Value) -> Value:
     return x.data if _is_rows(x) else x
 
 
-def _inexact(outs: Tree) -> list[Any]:
+def _inexact(outs: Tree) -> list[Value]:
     leaves = jax.tree.leaves(outs, is_leaf=_is_rows)
     return [x for x in leaves if is_inexact(jnp.asarray(_array(x)))]
 

@@ -201,10 +201,10 @@ def _loop_over(fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[
     return run
 
 
-def _of_smooth(fun: Callable[..., Any], case: _Case, xs: Values) -> Callable[..., list[Any]]:
+def _of_smooth(fun: Callable[..., Any], case: _Case, xs: Values) -> Callable[..., list[Value]]:
     """Returns those outputs of `fun` that may have derivatives, from arguments that may."""
 
-    def run(*points: Any) -> list[Any]:
+    def run(*points: Any) -> list[Value]:
         outs = fun(*with_values(xs, case.smooth, points))
         return [y for y in jax.tree.leaves(outs) if is_inexact(jnp.asarray(y))]
 

@@ -108,7 +108,7 @@ def _largest(x: Value) -> float:
     return float(sizes[np.isfinite(sizes)].max(initial=0.0))
 
 
-def directions(xs: Iterable[Value], seed: int) -> list[Any]:
+def directions(xs: Iterable[Value], seed: int) -> list[Value]:
     """For each array random numbers of its shape and dtype: tangents, or cotangents."""
 
     def one(x: Value) -> Value:

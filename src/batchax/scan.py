@@ -157,7 +157,7 @@ def scan(
         n_carry = len(carry)
 
         @wraps(fun)  # JAX's messages name the user's function
-        def one_step(*values: Value) -> tuple[list[Any], FlatOutputs]:
+        def one_step(*values: Value) -> tuple[list[Value], FlatOutputs]:
             example_args, example_kwargs = flat.rebuild(values[n_carry:])
             old = jax.tree.unflatten(structure, values[:n_carry])
             new, ys = _pair(fun, fun(old, *example_args, **example_kwargs))
@@ -166,7 +166,7 @@ def scan(
             arrays, outputs = flatten_outputs(ys, out_axes, steps, STEPS)
             return [*jax.tree.leaves(new), *arrays], outputs
 
-        def go_on(*values: Value) -> list[Any]:
+        def go_on(*values: Value) -> list[Value]:
             assert until is not None
             stop = until(jax.tree.unflatten(structure, values))
             return [jnp.logical_not(check_predicate(until, stop))]

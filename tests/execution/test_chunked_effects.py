@@ -1,7 +1,5 @@
 """Callbacks, references and random numbers in chunks: once for each lane, in order."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,45 +18,6 @@ X = jnp.arange(float(LANES))
 @pytest.fixture(params=[lambda f: f, jax.jit], ids=["at once", "jit"])
 def wrap(request):
     return request.param
-
-
-@pytest.mark.parametrize("batch_size", [1, 2])
-@pytest.mark.parametrize("residuals", ["recompute", "keep"])
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.each_commit(4)
-def test_callbacks_run_once_for_each_lane_in_order(batch_size, residuals, ordered, wrap):
-    seen, printed = [], []
-
-    def f(x, w):
-        jax.debug.callback(lambda x: printed.append(float(x)), x, ordered=ordered)
-        y = io_callback(lambda x: seen.append(float(x)) or x * 2, jax.typeof(x), x, ordered=ordered)
-        return y + w, x
-
-    batched = bx.vmap(
-        f, (0, None), (0, bx.Reduce("sum")), batch_size=batch_size, residuals=residuals
-    )
-    same(wrap(batched)(X, 1.0), (X * 2 + 1, X.sum()))
-    jax.effects_barrier()
-    if residuals == "keep" and not ordered:
-        # A last, smaller chunk stands after the loop, where JAX promises no order.
-        seen, printed = sorted(seen), sorted(printed)
-    assert seen == printed == list(range(LANES))
-
-
-def test_a_callback_on_what_all_lanes_share_runs_as_without_chunks():
-    seen = []
-
-    def f(x):
-        jax.debug.callback(lambda: seen.append(None))
-        return x
-
-    counts = []
-    for batch_size in (None, 2):
-        seen.clear()
-        jax.block_until_ready(jax.jit(bx.vmap(f, batch_size=batch_size))(X))
-        jax.effects_barrier()
-        counts.append(len(seen))
-    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("much", [False, True], ids=["little crosses", "much crosses"])
@@ -109,19 +68,6 @@ def test_differentiating_input_and_output_is_refused_by_name(wrap):
     total = lambda **options: lambda x: bx.vmap(f, batch_size=2, **options)(x).sum()
     with pytest.raises(bx.errors.UnsupportedError, match=r"would do it twice.*residuals=.keep"):
         wrap(jax.grad(total()))(X)
-
-
-def test_derivatives_of_programs_with_unordered_callbacks(wrap):
-    def f(x):
-        jax.debug.callback(lambda _: None, x)
-        return jnp.sin(x)
-
-    for residuals in ("recompute", "keep"):
-        batched = bx.vmap(f, batch_size=2, residuals=residuals)
-        same(wrap(jax.grad(lambda x: batched(x).sum()))(X), jnp.cos(X))
-
-
-# --- randomness ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_size": 1}, {"mesh": "all"}])
@@ -280,20 +226,3 @@ def test_what_is_donated_inside_is_there_for_each_chunk(function):
     for name, call in around.items():
         for got, expected in zip(call(jnp.asarray(XS_DONATED)), EXPECTED, strict=True):
             np.testing.assert_array_equal(got, expected, name)
-
-
-@pytest.mark.nightly  # sampling is compiled twice, which takes 15 s
-@pytest.mark.compiles(200)
-def test_chains_of_numpyro_run_a_few_at_a_time():
-    numpyro = pytest.importorskip("numpyro")
-    infer = pytest.importorskip("numpyro.infer")
-    model = lambda: numpyro.sample("x", numpyro.distributions.Normal(0, 1))
-
-    def samples(chain_method):
-        options = dict(num_warmup=2, num_samples=3, num_chains=3, progress_bar=False)
-        chains = infer.MCMC(infer.NUTS(model), chain_method=chain_method, **options)
-        chains.run(jax.random.key(0))
-        return chains.get_samples()["x"]
-
-    some = samples(functools.partial(bx.vmap, batch_size=2))
-    np.testing.assert_allclose(some, samples("vectorized"), rtol=1e-4)

@@ -83,11 +83,6 @@ def test_the_test_above_sees_copies():
     assert not whole(plain, x, W, lanes=9) <= WHOLE_ALLOWED
 
 
-def test_inputs_that_are_returned_along_another_axis_are_written_chunk_by_chunk():
-    f = bx.vmap(lambda x, w: (x, x * 2), (2, None), (0, 1), batch_size=4)
-    assert whole(f, array(8, 2), W, lanes=8) <= WHOLE_ALLOWED
-
-
 def test_reduced_outputs_need_nothing_whole():
     f = bx.vmap(model, (1, None), bx.Reduce("mean"), batch_size=4)
     assert whole(f, array(9, 1), W, lanes=9) <= {"parameter", "tuple", "get-tuple-element", "while"}

@@ -129,20 +129,6 @@ def test_a_lane_runs_the_branch_that_it_takes_and_no_other():
     assert sorted(map(int, taken)) == [0, 1, 1, 1]
 
 
-def test_rows_run_one_at_a_time():
-    rows = [np.arange(1.0, n + 1, dtype="f") for n in (3, 1, 4)]
-    got = bx.vmap(lambda x: x / x.sum(), divergence="serial")(bx.Ragged.from_rows(rows))
-    for row, x in zip(got.rows(), rows, strict=True):
-        same(row, x / x.sum())
-
-
-def test_a_sum_over_lanes_and_declared_ranks():
-    summed = bx.vmap(steps, out_axes=bx.Reduce("sum"), divergence="serial")(COUNTS)
-    same(summed, np.sum(2.0**COUNTS))
-    ranked = bx.auto_vmap(0, divergence="serial")(steps)
-    same(ranked(np.stack([COUNTS, COUNTS])), 2.0 ** np.stack([COUNTS, COUNTS]))
-
-
 def test_maps_over_datasets_take_it(tmp_path):
     np.save(tmp_path / "counts.npy", COUNTS)
     how = dict(out=tmp_path / "out.npy", batch_size=2, progress=False, divergence="serial")

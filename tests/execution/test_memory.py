@@ -5,14 +5,13 @@ import logging
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import batchax as bx
 from batchax.execution import eager, memory
-from batchax.execution.memory import memory_of, parse_limit, show_bytes
+from batchax.execution.memory import memory_of, parse_limit
 
-from support.oracle import example, plainly, same
+from support.oracle import example, same
 
 LANES = 240
 X = example((LANES, 8), seed=1)
@@ -70,14 +69,6 @@ def test_a_derivative_chooses_for_itself():
         assert backward.tried[backward.batch_size] <= limit
         assert backward.batch_size < forward.batch_size
     same(jax.grad(loss, (0, 1))(*args), expected, dict(rtol=1e-3, atol=1e-5))
-
-
-def test_what_fits_as_a_whole_runs_as_a_whole():
-    half = X[: LANES // 2]  # of all lanes, temporaries in double precision fit no cache
-    program = compiled(auto("1GiB"), W, half)
-    assert last_choice("wide").batch_size == LANES // 2
-    assert " while(" not in program.as_text()
-    assert " while(" in compiled(auto("600kB"), W, X).as_text()
 
 
 def test_without_a_limit_what_the_device_has_free():
@@ -150,17 +141,6 @@ def test_few_accounts_find_about_the_fastest(fixed, per_lane, least, lanes):
         assert choice.batch_size <= 100 or not per_lane
 
 
-def test_the_fastest_chunk_is_no_larger_than_a_cache_holds():
-    def pairs(x):
-        r = jnp.sqrt(jnp.sum((x[:, None] - x) ** 2, -1) + 1)
-        return jnp.sum(jnp.sort(r, axis=0))
-
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(4096, 32, 3)), "float32")
-    bx.vmap(pairs, batch_size="auto", memory_limit="8GiB")(x)
-    choice = last_choice("pairs")
-    assert 32 <= choice.batch_size <= 1024
-
-
 def test_what_does_not_grow_as_foreseen():
     """Accounts that jump, fall or stay the same end the search with what fits."""
     for needs in (lambda c: 500 if c < 40 else 10**6, lambda c: 1000 - c, lambda c: 700):
@@ -175,33 +155,6 @@ def test_what_does_not_grow_as_foreseen():
         assert len(asked) <= memory._MOST_COMPILATIONS
     with pytest.raises(bx.MemoryLimitError, match="for one lane at a time"):
         memory._search("f", 10, 512, lambda c: memory.CompilersAccount(0, 0, 11, 0, 0))
-
-
-def test_a_choice_reads_as_a_table():
-    auto("600kB")(W, X)
-    text = str(last_choice("wide"))
-    assert text.startswith("wide: ")
-    assert text.count("<- chosen") == 1
-    assert f"of {LANES} lanes at a time" in text
-    assert "       8 lanes:" in text
-
-
-@pytest.mark.parametrize("kind", ["sum", "max", "prod"])
-@pytest.mark.compiles(60)
-@pytest.mark.each_commit(2)
-def test_with_reductions(kind):
-    f = bx.vmap(
-        lambda x: jnp.sum(jnp.sort(jnp.outer(x, W[0]), axis=0)[2]) / 300,
-        out_axes=bx.Reduce(kind),
-        batch_size="auto",
-        memory_limit="600kB",
-    )
-    plain = bx.vmap(
-        lambda x: jnp.sum(jnp.sort(jnp.outer(x, W[0]), axis=0)[2]) / 300, out_axes=bx.Reduce(kind)
-    )
-    x = X[:40]
-    same(f(x), plain(x), dict(rtol=1e-4, atol=1e-5))
-    same(jax.grad(f)(x), plainly(jax.grad(plain), x), dict(rtol=1e-3, atol=1e-4))
 
 
 def test_under_an_outer_vmap_the_choice_counts_all_its_lanes():
@@ -236,12 +189,6 @@ def test_other_limits_are_refused_when_vmap_is_called(limit):
     error = bx.ArgumentTypeError if limit in (True, [1]) else bx.OptionError
     with pytest.raises(error, match=r'memory_limit .* "2GiB"'):
         auto(limit)
-
-
-def test_bytes_for_people():
-    assert show_bytes(512) == "512 B"
-    assert show_bytes(1536) == "1.5 KiB"
-    assert show_bytes(3 * 2**40) == "3 TiB"
 
 
 # --- running out of memory ---------------------------------------------------------------------

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -139,16 +138,6 @@ def what_lanes_share():
 
 
 @case
-def lanes_that_meet():
-    x = np.asarray(example((7, 5)))
-    for fun in TOGETHER.values():
-        expected = bx.vmap(fun, axis_name="i")(x)
-        agree(bx.vmap(fun, axis_name="i", mesh="all")(x), expected, CLOSE)
-        batched = bx.vmap(fun, axis_name="i", mesh="all", batch_size=1)
-        agree(jax.jit(batched)(x), expected, CLOSE)
-
-
-@case
 def reductions():
     for kind in ("sum", "mean", "max", "min", "prod", "var", "argmax"):
         for rows in ((2,) * jax.process_count(), uneven()):
@@ -174,13 +163,14 @@ def local_rows():
 
 
 @case
-def local_rows_that_meet():
+def lanes_that_meet():
     x, own = rows_of(*uneven())
     for fun in TOGETHER.values():
         expected = bx.vmap(fun, axis_name="i")(x)
         for batch_size in (None, 2):
-            options = dict(axis_name="i", mesh="all", batch_size=batch_size)
-            agree(bx.vmap(fun, **options)(bx.local(own)), expected, CLOSE)
+            batched = bx.vmap(fun, axis_name="i", mesh="all", batch_size=batch_size)
+            agree(jax.jit(batched)(x), expected, CLOSE)
+            agree(batched(bx.local(own)), expected, CLOSE)
 
 
 @case
@@ -382,20 +372,6 @@ def an_error_on_one_process():
         with pytest.raises(ZeroDivisionError):
             bx.vmap(lambda x: x * (1 / 0), mesh="all")(x)
     agree(bx.vmap(elementwise, mesh="all")(x), bx.vmap(elementwise)(x))
-
-
-@case
-def calls_of_threads():
-    x = np.asarray(example((2 * len(jax.devices()), 5)))
-    calls = [bx.vmap(fun, mesh="all") for fun in (jnp.sin, jnp.cos)]
-    with ThreadPoolExecutor(2) as threads:
-        # In any order the processes' devices would wait for each other.
-        in_turn = calls if jax.process_index() else calls[::-1]
-        for batched in in_turn:
-            with pytest.raises(bx.ProcessesError, match="in the same order"):
-                threads.submit(batched, x).result()
-        found = [threads.submit(batched, x).result() for batched in calls]
-    agree(found, [np.sin(x), np.cos(x)], CLOSE)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.nightly)])

@@ -13,7 +13,8 @@ import batchax as bx
 from batchax.frontend.reductions import REDUCTIONS, Kind
 
 from support.chunks import computed
-from support.oracle import at_once, example, same, same_type
+from support.compiled import compiled_bytes
+from support.oracle import agree, at_once, example, plainly, same, same_type
 
 LANES = 7
 NAMED = {**{kind: getattr(jnp, kind, None) for kind in REDUCTIONS}, "logsumexp": jax.nn.logsumexp}
@@ -263,21 +264,70 @@ def test_the_memory_of_a_variance_does_not_grow_with_the_number_of_lanes():
     assert needed(200) <= needed(20) + 200 * 8 * 4
 
 
+# --- derivatives in chunks ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["max", "min"])
+@pytest.mark.parametrize("residuals", ["recompute", "keep"])
 @pytest.mark.compiles(60)
-def test_what_is_found_first_is_the_first_of_all_chunks():
-    x = jnp.asarray([0.0, 2.0, 1.0, 2.0, jnp.nan, 3.0, jnp.nan])
-    for some in (x, x[:4], -x, jnp.full(7, -jnp.inf), jnp.full(7, jnp.inf), x[:5] > 1):
-        for options in (dict(batch_size=2), dict(mesh="all"), dict(mesh="all", batch_size=1)):
-            both = reduced(["argmax", "argmin"], **options)(some)
-            same(both, {"argmax": jnp.argmax(some), "argmin": jnp.argmin(some)})
+@pytest.mark.each_commit(1)
+def test_ties_share_the_derivative(kind, residuals):
+    sign = 1.0 if kind == "max" else -1.0
+    x = sign * jnp.array([[3.0, 1.0], [2.0, 1.0], [3.0, 0.0], [1.0, 1.0], [3.0, 1.0]])
+    f = bx.vmap(computed, 0, bx.Reduce(kind), batch_size=2, residuals=residuals)
+    g = lambda x: NAMED[kind](x, axis=0)
+    for wrap in (lambda h: h, jax.jit):
+        same(wrap(jax.jacrev(f))(x), plainly(jax.jacrev(g), x))
+        same(wrap(jax.jacfwd(f))(x), plainly(jax.jacfwd(g), x))
+    tangent = jnp.arange(10.0).reshape(5, 2)
+    same(jax.jvp(f, (x,), (tangent,)), jax.jvp(g, (x,), (tangent,)))
+
+
+def test_derivatives_of_extremes_of_what_all_lanes_share():
+    x, w = example((LANES, 3), seed=1), example((3,), seed=2)
+    one = lambda x, w: jnp.sin(x * w).sum()
+    of = lambda **how: lambda w: bx.vmap(one, (0, None), bx.Reduce("max"), **how)(x, w)
+    same(jax.grad(of(batch_size=3))(w), plainly(jax.grad(of()), w))
+    agree(jax.hessian(of(batch_size=3)), jax.hessian(of()), w)
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 2])
+@pytest.mark.each_commit(1)
+def test_products_with_zeros(zeros):
+    x = jnp.array([2.0, 3.0, 5.0, 0.5, 4.0]).at[jnp.arange(zeros) * 3].set(0.0)
+    for residuals in ("recompute", "keep"):
+        f = bx.vmap(computed, 0, bx.Reduce("prod"), batch_size=2, residuals=residuals)
+        same(f(x), jnp.prod(x))
+        agree(jax.grad(f), jax.grad(jnp.prod), x)
+        agree(jax.jacfwd(f), jax.grad(jnp.prod), x)
+        agree(jax.hessian(f), jax.hessian(jnp.prod), x)
+
+
+def test_the_gradient_of_a_large_set_in_the_memory_of_a_chunk():
+    """What microbatching is used for: per-example gradients that are only added up.
+
+    Of what lanes hold an array each; where the sum is a contraction, none is held (test_sums).
+    """
+    width = 64
+
+    def clipped(w, x):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+        return jnp.sort(gradient) / jnp.maximum(jnp.linalg.norm(gradient), 1)
+
+    def mean(batch_size):
+        return bx.vmap(clipped, (None, 0), bx.Reduce("mean"), batch_size=batch_size)
+
+    w = example((width, width), seed=1) / 8
+    few, many = (example((n, width), seed=2) for n in (64, 128))
+    agree(mean(4), mean(None), w, many)
+    assert compiled_bytes(mean(4), w, many) <= compiled_bytes(mean(4), w, few) + 64
+    assert compiled_bytes(mean(4), w, many) < compiled_bytes(mean(None), w, many) / 10
 
 
 # --- mistakes ----------------------------------------------------------------------------------
 
 MISTAKES = {
     "combine of a Reduction must be a function": lambda: bx.Reduction("sum", 0),
-    "lane of a Reduction must be a function": lambda: bx.Reduction(jnp.add, 0, lane=3),
-    "finish of a Reduction must be a function": lambda: bx.Reduction(jnp.add, 0, finish=3),
     "fold of a Reduction must be a function": lambda: bx.Reduction(jnp.add, 0, fold="sum"),
     "index of a Reduction must be True or False": lambda: bx.Reduction(jnp.add, 0, index=1),
     "index of a Reduction is True, but there is no lane": lambda: bx.Reduction(

@@ -58,16 +58,19 @@ def collectives(compiled):
     return re.findall(COLLECTIVE, compiled.as_text())
 
 
-@pytest.mark.parametrize("batch_size", [2, 3, 8])
+# Of the last, a shard has fewer lanes than a chunk.
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 2}, {"batch_size": 3}, {"batch_size": 6, "residuals": "keep"}]
+)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.compiles(100)
 @pytest.mark.each_commit(2)
-def test_sharded_arrays_outside_jit(axis_type, batch_size):
+def test_sharded_arrays_outside_jit(axis_type, options):
     expected = outputs(W, X), gradient(W, X)
     mesh = mesh_of(axis_type)
     args = sharded(mesh)
     with set_mesh(mesh, axis_type):
-        got = outputs(*args, batch_size=batch_size), gradient(*args, batch_size=batch_size)
+        got = outputs(*args, **options), gradient(*args, **options)
     same(jax.device_get(got), expected)
     assert got[0][0].sharding.spec == P(None, "d")
 
@@ -94,18 +97,6 @@ def test_types_tell_of_the_mesh_under_jit(residuals):
             for dims in re.findall(r"f(?:32|64)\[([\d,]+)\]", line)
         ]
         assert all(size < X.size // 4 for size in sizes), line
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.compiles(110)
-@pytest.mark.each_commit(1)
-def test_a_shard_has_fewer_lanes_than_a_chunk_that_is_kept(axis_type):
-    expected = outputs(W, X), gradient(W, X)
-    mesh = mesh_of(axis_type)
-    args = sharded(mesh)
-    options = dict(batch_size=6, residuals="keep")
-    with set_mesh(mesh, axis_type):
-        same(jax.device_get((outputs(*args, **options), gradient(*args, **options))), expected)
 
 
 def test_spmd_axis_name_tells_of_a_mesh_that_types_do_not():

@@ -8,13 +8,14 @@ derivatives of one. The same holds for the batched sweep.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_derivatives import loop_jvp, loop_transpose, sweep_jvp
@@ -65,40 +66,24 @@ Step = Callable[[Any, Values, Values, Values], tuple[Values, Values]]
 """As a `LoopStep`, of the lanes that are active: they come first."""
 
 
-def batch_loop(
-    axis: Axis,
-    args: Values,
-    axes: Positions,
-    /,
-    *,
-    test: ClosedJaxpr | None,
-    body: ClosedJaxpr,
-    guarded: ClosedJaxpr,
-    form: LoopSignature,
-) -> PlacedOutputs:
-    params = {"test": test, "body": body, "guarded": guarded, "form": form}
-    axis, placed = _flat(axis, AnyLoop(bounded_loop_p, params, args, axes))
-    if placed is not None:
-        return placed
-    return _batched_once(axis, BoundedLoop(test, [body], [guarded], form, args, axes))
+def _batched(primitive: Primitive) -> Callable[..., PlacedOutputs]:
+    """Returns the batching rule of the loop, or of the sweep."""
 
+    def batched(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> PlacedOutputs:
+        nest = AnyLoop(primitive, params, args, axes)
+        axis = axis_for(axis, nest)
+        placed = None if axis.divergence is None else axis.divergence.run_nest(axis, nest)
+        if placed is not None:  # each lane advances independently
+            return placed
+        guarded, form = params["guarded"], params["form"]
+        if primitive is bounded_loop_p:
+            loop = BoundedLoop(params["test"], [params["body"]], [guarded], form, args, axes)
+        else:
+            steps = [params["forward"], params["back"]]
+            loop = BoundedLoop(None, steps, guarded, form, args, axes)
+        return _batched_once(axis, loop)
 
-def batch_sweep(
-    axis: Axis,
-    args: Values,
-    axes: Positions,
-    /,
-    *,
-    forward: ClosedJaxpr,
-    back: ClosedJaxpr,
-    guarded: Sequence[ClosedJaxpr],
-    form: SweepSignature,
-) -> PlacedOutputs:
-    params = {"forward": forward, "back": back, "guarded": guarded, "form": form}
-    axis, placed = _flat(axis, AnyLoop(reverse_sweep_p, params, args, axes))
-    if placed is not None:
-        return placed
-    return _batched_once(axis, BoundedLoop(None, [forward, back], guarded, form, args, axes))
+    return batched
 
 
 def _batched_once(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
@@ -113,12 +98,6 @@ def _batched_once(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     more = loop.test, *loop.guarded, loop.form
     outs, out_axes = emitted(axis, loop.steps[-1], loop.args, loop.axes, run, more)
     return outs, list(out_axes)
-
-
-def _flat(axis: Axis, loop: AnyLoop) -> tuple[Axis, PlacedOutputs | None]:
-    """Selects the axis that suits the loop, and the results if each lane advances independently."""
-    axis = axis_for(axis, loop)
-    return axis, None if axis.divergence is None else axis.divergence.run_nest(axis, loop)
 
 
 def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
@@ -417,7 +396,7 @@ def _with_common_checkpoints(loop: BoundedLoop) -> BoundedLoop:
     return replace(loop, args=given.flat, axes=at.flat)
 
 
-def _placed(axis: Axis, loop: BoundedLoop, targets: Operands) -> list[Any]:
+def _placed(axis: Axis, loop: BoundedLoop, targets: Operands) -> list[Value]:
     return [
         x if to is None else match_axis(axis, x, a, to)
         for x, a, to in zip(loop.args, loop.axes, targets.flat, strict=True)
@@ -456,11 +435,11 @@ def _x_axes(loop: BoundedLoop) -> tuple[Any, ...]:
     return steps_axes(loop.form.split(loop.axes).xs, loop.form.x_axes)
 
 
-def _compiled(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def _compiled(run: Callable[..., list[Any]]) -> Callable[..., list[Value]]:
     """Compiles `run`, cached without the parameter `guarded`, which it does not use."""
 
     @whatever_jit
-    def compute(*operands: Value, **params: Any) -> list[Any]:
+    def compute(*operands: Value, **params: Any) -> list[Value]:
         values = {name: value for name, value in params.items() if name != "guarded"}
         # Programs compare by identity in JAX's cache, and a call outside of `jit` traces new ones.
         keys = map(value_key, values.values())
@@ -478,7 +457,7 @@ own_primitive(
     programs=("test", "body", "guarded"),
     step="body",
     facts="endless costly control",  # while its steps are not counted
-    rule=batch_loop,
+    rule=_batched(bounded_loop_p),
     jvp=loop_jvp,
     transpose=loop_transpose,
 )
@@ -492,7 +471,7 @@ own_primitive(
     programs=("forward", "back", "guarded"),
     step="back",
     facts="linear costly control",
-    rule=batch_sweep,
+    rule=_batched(reverse_sweep_p),
     jvp=sweep_jvp,
     transpose=OF_OPERATIONS,
 )

@@ -51,7 +51,7 @@ def loop_jvp(
     body: ClosedJaxpr,
     guarded: ClosedJaxpr,
     form: LoopSignature,
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[Value], list[Value]]:
     given, moved = form.split(primals), form.split(tangents)
     dots = moved.consts, moved.carry, moved.xs
     # Only these need derivatives. `guarded` is what is differentiated.
@@ -136,7 +136,7 @@ class _Derivative:
         n_kept = 0 if form.kept is None else 1 + len(form.kept)
         return (residuals[0], *parts(residuals[1:], form.n_consts, form.n_carry, n_kept))
 
-    def forward(self, residuals: Values, tangents: Values) -> list[Any]:
+    def forward(self, residuals: Values, tangents: Values) -> list[Value]:
         form = self.form
         steps, consts, carry, _, xs = self._split(residuals)
         dconsts, dcarry, dxs = parts(tangents, len(self.consts), len(self.carry))
@@ -160,7 +160,7 @@ class _Derivative:
         )
         return [*results.carry[len(carry) :], *results.ys]
 
-    def back(self, residuals: Values, cotangents: Values) -> list[Any]:
+    def back(self, residuals: Values, cotangents: Values) -> list[Value]:
         form, n, n_consts = self.form, len(self.carry), len(self.consts)
         steps, consts, carry, checkpoints, xs = self._split(residuals)
         ct_carry, ct_ys = parts(cotangents, n)
@@ -202,7 +202,7 @@ class _Derivative:
         ct_consts, cts, ct_xs = parts(pulled, len(self.consts), len(self.carry))
         return cts, [*ct_consts, *ct_xs]
 
-    def _pulled(self, *xs: Value) -> list[Any]:
+    def _pulled(self, *xs: Value) -> list[Value]:
         """Computes the cotangents of all perturbed inputs of a step, in order."""
         n_cts = len(self.carry)
         consts, cts, x = parts(xs, self.form.n_consts, n_cts)
@@ -220,7 +220,7 @@ class _Derivative:
         inputs = self.guarded.in_avals
         cts = [self.guarded.out_avals[i].to_tangent_aval() for i in self.outputs]
 
-        def back(*xs: Value) -> list[Any]:
+        def back(*xs: Value) -> list[Value]:
             cts, ys = self._step_back(xs[:n], xs[n : n + n_cts], xs[n + n_cts :])
             return [*cts, *ys]
 
@@ -291,7 +291,7 @@ def _reject_closures(body: ClosedJaxpr, consts: Values) -> None:
             )
 
 
-def _chosen(checkpoints: Values, recorded: LoopSignature, form: LoopSignature) -> list[Any]:
+def _chosen(checkpoints: Values, recorded: LoopSignature, form: LoopSignature) -> list[Value]:
     """Selects the checkpoints of `form` among those of `recorded`."""
     if form.kept is None:
         return []
@@ -363,13 +363,13 @@ def moving_inputs(
 
 def with_tangents(
     program: ClosedJaxpr, sizes: Sequence[int], moving: Sequence[int]
-) -> Callable[..., tuple[list[Any], list[Any]]]:
+) -> Callable[..., tuple[list[Value], list[Value]]]:
     """Evaluates a program and its tangents, from groups of inputs.
 
     Each group holds primals, `sizes` of them, and then tangents of those that are `moving`.
     """
 
-    def run(*groups: Values) -> tuple[list[Any], list[Any]]:
+    def run(*groups: Values) -> tuple[list[Value], list[Value]]:
         primals = [x for group, n in zip(groups, sizes, strict=True) for x in group[:n]]
         dots = [x for group, n in zip(groups, sizes, strict=True) for x in group[n:]]
         return tangents_of(flat(program), primals, moving, dots, range(len(program.out_avals)))
@@ -413,7 +413,7 @@ def sweep_jvp(
     back: ClosedJaxpr,
     guarded: Sequence[ClosedJaxpr],
     form: SweepSignature,
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[Value], list[Value]]:
     outs = reverse_sweep_p.bind(*primals, forward=forward, back=back, guarded=guarded, form=form)
     count, _, consts, carry, _, returning, xs = form.split(primals)
     dots = form.split(tangents)
@@ -449,7 +449,7 @@ class _SweepDerivative:
         form = self.form
         return (residuals[0], *parts(residuals[1:], form.n_consts, form.n_carry, form.n_back))
 
-    def forward(self, residuals: Values, tangents: Values) -> list[Any]:
+    def forward(self, residuals: Values, tangents: Values) -> list[Value]:
         form, n = self.form, self.form.n_back
         count, consts, carry, returning, xs = self._split(residuals)
         sizes = len(self.consts), len(self.carry), len(self.xs)
@@ -485,7 +485,7 @@ class _SweepDerivative:
         )
         return [*returned[n:], *ys]
 
-    def back(self, residuals: Values, cotangents: Values) -> list[Any]:
+    def back(self, residuals: Values, cotangents: Values) -> list[Value]:
         form, n, n_moving = self.form, self.form.n_back, len(self.carry)
         count, consts, carry, returning, xs = self._split(residuals)
         ct_back, ct_ys = parts(cotangents, n)
@@ -496,7 +496,7 @@ class _SweepDerivative:
         # Transposing a sweep back over steps gives a loop forward: it carries the cotangents `cts`
         # of the returning values from the first step to the last. A second sweep then pulls
         # cotangents back through the forward steps.
-        def cts_of_step(cts: Values, of_sums: Values, of_rest: Values) -> list[Any]:
+        def cts_of_step(cts: Values, of_sums: Values, of_rest: Values) -> list[Value]:
             return [*cts, *with_values(with_values(ct_ys, sums, of_sums), rest, of_rest)]
 
         def forward(consts: Values, state: Values, x: Values) -> tuple[Values, Values]:
@@ -515,7 +515,7 @@ class _SweepDerivative:
             carry, cts, x, of_rest = parts(x, form.n_carry, n, len(xs))
             primals = [*consts, *carry, *x]
 
-            def both(*values: Value) -> list[Any]:
+            def both(*values: Value) -> list[Value]:
                 consts, others = parts(values, form.n_consts)
                 ahead = flat(self.ahead)(*consts, *others)
                 return [*take(ahead, self.carry), *flat(self.behind)(*consts, *returning, *others)]

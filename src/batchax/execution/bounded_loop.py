@@ -59,7 +59,7 @@ class Operands(NamedTuple):
     xs: list[Value]  # arrays with an entry for each step
 
     @property
-    def flat(self) -> list[Any]:
+    def flat(self) -> list[Value]:
         count, *groups = self
         return [count, *itertools.chain(*groups)]
 
@@ -137,7 +137,7 @@ def n_checkpoints(length: int) -> int:
     return (math.isqrt(8 * length + 8) + 1) // 2
 
 
-def blank_checkpoints(checkpoints: Sequence[Any]) -> list[Any]:
+def blank_checkpoints(checkpoints: Sequence[Any]) -> list[Value]:
     numbers, *carries = checkpoints
     return [lax.full_like(numbers, UNUSED), *carries]
 
@@ -215,7 +215,7 @@ class Stack(NamedTuple):
     def last(self) -> Value:
         return entry_of(self.numbers, self.height - _ONE, 0)
 
-    def carry_at(self, below: Value) -> list[Any]:
+    def carry_at(self, below: Value) -> list[Value]:
         """Returns the carry so many entries below the top."""
         place = entry_of(self.order, self.height - _ONE - below, 0)
         return [entry_of(x, place, 0) for x in self.places]
@@ -309,7 +309,7 @@ def settle(
     test: Callable[[Values, Values], Any] | None = None,
     test_consts: Values = (),
     first_entries: Sequence[Any] = (),
-) -> tuple[tuple[Any, Any], Any, list[Any], list[Any]]:
+) -> tuple[tuple[Any, Any], Any, list[Value], list[Value]]:
     """Traces a step, a guarded step, and the predicate; with the first carry and the xs.
 
     `first_entries` are types of entries in front of those of the xs.
@@ -334,7 +334,7 @@ def settle(
         entries = [*first_entries, *(mapped_aval(aval.shape[a], a, aval) for aval, a in whole)]
 
         def staged(step: LoopStep, types: Sequence[Aval] = types) -> ClosedJaxpr:
-            def run(*xs: Value) -> list[Any]:
+            def run(*xs: Value) -> list[Value]:
                 rest = xs[n + len(types) :]
                 new, ys = step(xs[:n], xs[n : n + len(types)], rest)
                 new = [varied(x, [t]) for x, t in zip(new, types, strict=True)]
@@ -363,7 +363,7 @@ def run_loop(
     body: ClosedJaxpr,
     guarded: ClosedJaxpr,
     form: LoopSignature,
-) -> list[Any]:
+) -> list[Value]:
     count, test_consts, consts, carry, _, _, xs = form.split(operands)
     avals = loop_types(test, body, form, jax.typeof(count))
     *blank, n = map(zeros, avals[form.n_carry :])
@@ -418,7 +418,7 @@ def _typed(x: Value, aval: Aval) -> Value:
 
 def loop_types(
     test: ClosedJaxpr | None, body: ClosedJaxpr, form: LoopSignature, count: Aval
-) -> list[Any]:
+) -> list[Aval]:
     """Returns result types: last carry, ys, checkpoints if recorded, and the number of steps."""
     outs = body.out_avals
     ys = [
@@ -432,14 +432,16 @@ def loop_types(
     return [*outs[: form.n_carry], *ys, *checkpoint_types(steps, carry, form), steps]
 
 
-def no_checkpoints(body: ClosedJaxpr, form: LoopSignature | SweepSignature) -> list[Any]:
+def no_checkpoints(body: ClosedJaxpr, form: LoopSignature | SweepSignature) -> list[Value]:
     """Returns empty checkpoints of one example, so that a sweep makes its own."""
     carry = body.in_avals[form.n_consts : form.n_consts + form.n_carry]
     types = checkpoint_types(jax.typeof(np.int32(0)), carry, form)
     return blank_checkpoints(list(map(zeros, types)))
 
 
-def checkpoint_types(steps: Aval, carry: Values, form: LoopSignature | SweepSignature) -> list[Any]:
+def checkpoint_types(
+    steps: Aval, carry: Values, form: LoopSignature | SweepSignature
+) -> list[Aval]:
     if form.kept is None:
         return []
     size, kept = n_checkpoints(form.steps.most), (carry[i] for i in form.kept)
@@ -464,7 +466,7 @@ def reverse_sweep(
     steps: Steps,
     x_axes: Sequence[int],
     y_axes: Sequence[int | None],
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[Value], list[Value]]:
     """Runs a sweep back over the steps of a bounded loop; can be differentiated and batched.
 
     `forward` is a step without ys. `back` maps the carry back (`returning`) over a step, whose
@@ -503,7 +505,7 @@ def run_sweep(
     back: ClosedJaxpr,
     guarded: Sequence[ClosedJaxpr],
     form: SweepSignature,
-) -> list[Any]:
+) -> list[Value]:
     count, _, consts, carry, checkpoints, returning, xs = form.split(operands)
     ys = list(map(zeros, sweep_types(back, form)[form.n_back :]))
     if form.steps.most == 0:
@@ -511,10 +513,10 @@ def run_sweep(
     one = np.int32(1)
     count = lax.clamp(np.int32(0), count, np.int32(form.steps.most))
 
-    def entries(t: Value) -> list[Any]:
+    def entries(t: Value) -> list[Value]:
         return [entry_of(x, t, a) for x, a in zip(xs, form.x_axes, strict=True)]
 
-    def whole(kept: Values) -> list[Any]:
+    def whole(kept: Values) -> list[Value]:
         """Fills in the values of the carry that checkpoints lack; they are not read."""
         return list(map(_compat.unconsumed, with_values(carry, form.kept, kept)))
 
@@ -578,7 +580,7 @@ def run_sweep(
     return [*returning, *ys]
 
 
-def sweep_types(back: ClosedJaxpr, form: SweepSignature) -> list[Any]:
+def sweep_types(back: ClosedJaxpr, form: SweepSignature) -> list[Aval]:
     outs = back.out_avals
     ys = [
         aval.strip_weak_type() if a is None else unmapped_aval(form.steps.most, a, aval)
@@ -626,7 +628,7 @@ def as_while(
     return loop, finish
 
 
-def _arrays(test: ClosedJaxpr | None, body: ClosedJaxpr, form: LoopSignature) -> list[Any]:
+def _arrays(test: ClosedJaxpr | None, body: ClosedJaxpr, form: LoopSignature) -> list[Aval]:
     count = jax.typeof(np.int32(0))
     return loop_types(test, body, form, count)[form.n_carry : -1]
 
@@ -642,14 +644,14 @@ def _programs(
     state = [number, *body_types[n_consts : n_consts + n_carry], *_arrays(test, body, form)]
     test_types = [] if test is None else list(test.in_avals[:n_test])
 
-    def going_on(count: Value, *values: Value) -> list[Any]:
+    def going_on(count: Value, *values: Value) -> list[Value]:
         consts, (n, *rest) = values[:n_test], values[n_test:]
         more = n < lax.min(count, np.int32(form.steps.most))
         if test is None:
             return [more]
         return [more & inline_jaxpr(test, [*consts, *rest[:n_carry]])[0]]
 
-    def step(count: Value, *values: Value) -> list[Any]:
+    def step(count: Value, *values: Value) -> list[Value]:
         consts, values = values[:n_consts], values[n_consts:]
         xs, (n, *rest) = values[: len(entries)], values[len(entries) :]
         carry, ys = rest[:n_carry], rest[n_carry:]

@@ -76,7 +76,7 @@ class Strategy:
         """Returns the cache of its programs for calls outside of `jit`, or None."""
         return None
 
-    def run(self, call: Call) -> tuple[list[Any], Any]:
+    def run(self, call: Call) -> tuple[list[Value], Any]:
         """Returns the arrays of all lanes, and details on them that hold no arrays."""
         raise NotImplementedError
 
@@ -126,7 +126,7 @@ class AllAtOnce(Strategy):
         # last operation.
         return any(output.spec is None for output in call.described)
 
-    def run(self, call: Call) -> tuple[list[Any], _Placed]:
+    def run(self, call: Call) -> tuple[list[Value], _Placed]:
         values, positions = call.values, call.positions
         program = MappedProgram(call.axis, call.staged, values, positions, call.computes)
         added = [is_added(output.spec) for output in call.described]
@@ -171,7 +171,7 @@ class Call:
     computes: bool = False  # whether what it emits is computed at once
 
     @property
-    def values(self) -> list[Any]:
+    def values(self) -> list[Value]:
         return [m.value for m in self.mapped]
 
     @property
@@ -179,7 +179,7 @@ class Call:
         return [m.axis for m in self.mapped]
 
     @property
-    def shared(self) -> list[Any]:
+    def shared(self) -> list[Value]:
         return [m.value for m in self.mapped if m.axis is None]
 
     @property
@@ -281,7 +281,7 @@ def execute(call: Call) -> Outputs:
         if strategy.passes_constants(call) and not recording.is_on():
             call = call.with_constants_passed()
 
-        def evaluate(*values: Value) -> tuple[list[Any], Any]:
+        def evaluate(*values: Value) -> tuple[list[Value], Any]:
             return _evaluated(call, values)
 
         if strategy.hides:
@@ -292,7 +292,7 @@ def execute(call: Call) -> Outputs:
     return list(map(as_array, outs)), outputs
 
 
-def _evaluated(call: Call, values: Values) -> tuple[list[Any], Any]:
+def _evaluated(call: Call, values: Values) -> tuple[list[Value], Any]:
     """Returns the arrays of a strategy, and its details on them."""
     strategy = call.strategy
     # If nothing is traced, operations would run as they are met. Tracing all of them first finds
@@ -320,7 +320,7 @@ class _Whole(NamedTuple):
 def _whole(call: Call, values: Values) -> _Whole:
     strategy, cache = call.strategy, call.strategy.cache
 
-    def run(*values: Value) -> tuple[list[Any], Any]:
+    def run(*values: Value) -> tuple[list[Value], Any]:
         return strategy.run(replace(call.with_values(values), computes=True))
 
     def stage() -> _Whole:
@@ -386,7 +386,7 @@ def mapped_as_values(call: Call) -> tuple[Call, Callable[[Outputs], Outputs]]:
         return call, lambda results: results
     references = [call.mapped[i].value for i in at]
 
-    def function(*examples: Value) -> tuple[list[Any], FlatOutputs]:
+    def function(*examples: Value) -> tuple[list[Value], FlatOutputs]:
         # Each lane has its part of such a reference, so lanes run in any order. The part is a
         # reference created inside, and its last value is one more output.
         own = [jax.new_ref(x) if i in at else x for i, x in enumerate(examples)]

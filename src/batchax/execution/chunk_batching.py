@@ -44,7 +44,7 @@ from batchax.rules.custom_derivatives import reached
 
 def batch_gathered(
     axis: Axis, args: Values, axes: Positions, loop: ChunkLoop, named: bool
-) -> list[Any]:
+) -> list[Value]:
     """Batches a loop with a batched mask over `axis`; results have its lanes along axis 0.
 
     `named`: the loop may use the index of a lane of `axis`.
@@ -53,7 +53,7 @@ def batch_gathered(
         loop = _with_index(axis, loop)
         args, axes = [*args, lax.iota(np.int32, axis.size)], [*axes, 0]
 
-    def run(start: Value, *xs: Value) -> list[Any]:
+    def run(start: Value, *xs: Value) -> list[Value]:
         lane = [x if a is None else lax.squeeze(x, (a,)) for x, a in zip(xs, axes, strict=True)]
         return [lax.expand_dims(x, (0,)) for x in chunk_loop(loop, lane)]
 
@@ -71,10 +71,10 @@ def _with_index(axis: Axis, loop: ChunkLoop) -> ChunkLoop:
     """Adds the index of the lane of `axis` to `loop` as its last operand."""
 
     def given(body: ChunkBody) -> ChunkBody:
-        def of_width(width: int) -> Callable[..., list[Any]]:
+        def of_width(width: int) -> Callable[..., list[Value]]:
             one_example = body.function(width)
 
-            def run(start: Value, *xs: Value) -> list[Any]:
+            def run(start: Value, *xs: Value) -> list[Value]:
                 *own, lane = xs
                 types = [jax.typeof(start), *map(jax.typeof, own)]
                 # The index is the only use of the name that needs no other lanes.
@@ -109,7 +109,7 @@ def _batched(
     *,
     loop: ChunkLoop,
     program: ClosedJaxpr,
-) -> tuple[list[Any], list[Position]]:
+) -> tuple[list[Value], list[Position]]:
     marked = [False, *(a is not None for a in axes)]
     named = axis.name is not None and bool(program.effects)
     if loop.gathers and axes[0] is not None:
@@ -124,7 +124,7 @@ def _batched(
         def of_width(width: int) -> Callable[..., list[Value]]:
             one_example = body.function(width)
 
-            def batched(start: Value, *xs: Value) -> list[Any]:
+            def batched(start: Value, *xs: Value) -> list[Value]:
                 outs, out_axes = batch_function(axis, one_example, [start, *xs], [None, *axes])
                 return [
                     match_axis(axis, x, a, 0) if hit else x

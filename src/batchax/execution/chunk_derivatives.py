@@ -61,7 +61,7 @@ from batchax.rules.masking import is_inexact
 
 def in_parts(
     loop: ChunkLoop, operands: Values, moving: Sequence[int] | None = None
-) -> tuple[ChunkLoop, Callable[[Sequence[Any]], list[Any]]]:
+) -> tuple[ChunkLoop, Callable[[Sequence[Any]], list[Value]]]:
     """Returns a loop that stacks the state of each chunk, and a function to combine them.
 
     For a loop that combines states or finds extremes. `moving` are the operands that are
@@ -70,16 +70,16 @@ def in_parts(
     if not any(isinstance(spec, (Combined, Extreme)) for spec in loop.results):
         return loop, list
 
-    def of_width(width: int) -> Callable[..., list[Any]]:
+    def of_width(width: int) -> Callable[..., list[Value]]:
         function = loop.body.function(width)
 
-        def run(start: Value, *xs: Value) -> list[Any]:
+        def run(start: Value, *xs: Value) -> list[Value]:
             outs = map(_state, function(start, *xs), loop.results)
             return [part for parts in outs for part in parts]
 
         return run
 
-    def of_all(outs: Sequence[Any]) -> list[Any]:
+    def of_all(outs: Sequence[Any]) -> list[Value]:
         rest = iter(outs)
         xs = [
             _extreme_of_all(spec.kind)(next(rest), next(rest))
@@ -108,7 +108,7 @@ def in_parts(
     return each, of_all
 
 
-def _state(x: Value, spec: Result) -> list[Any]:
+def _state(x: Value, spec: Result) -> list[Value]:
     """Returns what is stacked for a chunk: of an extreme, also how many lanes attain it."""
     match spec:
         case Extreme(_, axis):
@@ -162,7 +162,7 @@ def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> Ch
         def of_width(width: int) -> Callable[..., list[Value]]:
             primal = of(width)
 
-            def run(start: Value, *xs: Value) -> list[Any]:
+            def run(start: Value, *xs: Value) -> list[Value]:
                 of_chunk = functools.partial(primal, start)
                 outs, pull = pullback_of(of_chunk, xs, moving, [which])
                 # The cotangent of a sum is 1 for each chunk, so the gradient needs no second pass.
@@ -239,7 +239,7 @@ def _dependent(program: ClosedJaxpr, moving: Sequence[int], types: Sequence[Aval
     return [k for k, (hit, t) in enumerate(hits) if hit and t.to_tangent_aval().dtype != float0]
 
 
-def _after(outs: Values, operands: Values) -> list[Any]:
+def _after(outs: Values, operands: Values) -> list[Value]:
     """Makes `operands` wait for `outs`, for loops that call a library."""
     # Two library calls must not run at the same time (see `rules/calls.py`). One waiting operand
     # suffices, and as waiting may copy it, the smallest is chosen.
@@ -265,7 +265,7 @@ def _tangent_loop(loop: ChunkLoop, moving: Sequence[int], dependent: Sequence[in
         def of_width(width: int) -> Callable[..., list[Value]]:
             primal = of(width)
 
-            def run(start: Value, *xs: Value) -> list[Any]:
+            def run(start: Value, *xs: Value) -> list[Value]:
                 of_chunk = functools.partial(primal, start)
                 return tangents_of(of_chunk, xs[:n], moving, xs[n:], dependent)[1]
 
@@ -307,7 +307,7 @@ def _reject_effects(program: ClosedJaxpr) -> None:
 
 def transpose(
     cotangents: Values, *operands: Value, loop: ChunkLoop, program: ClosedJaxpr
-) -> list[Any]:
+) -> list[Value]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
     if not given:
@@ -334,7 +334,7 @@ def _reverse_loop(
             forward = of(width)
             types = loop.of_chunk(avals, width)
 
-            def run(start: Value, *xs: Value) -> list[Any]:
+            def run(start: Value, *xs: Value) -> list[Value]:
                 residuals, cts = xs[: len(others)], xs[len(others) :]
                 of_chunk, of_linear = functools.partial(forward, start), [types[i] for i in linear]
                 return transposed(of_chunk, residuals, linear, of_linear, given)(cts)

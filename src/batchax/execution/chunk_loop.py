@@ -85,13 +85,15 @@ class Combined:
     neutral: Any  # before the first chunk
     outer: int = 0  # how many axes of outer vmaps come first
 
-    def combined(self, one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+    def combined(self, one: Sequence[Any], other: Sequence[Any]) -> list[Value]:
         return self._arrays(functools.partial(reductions.combined, self.reduction), 0, one, other)
 
-    def folded(self, parts: Sequence[Any]) -> list[Any]:
+    def folded(self, parts: Sequence[Any]) -> list[Value]:
         return self._arrays(functools.partial(reductions.folded, self.reduction), 1, parts)
 
-    def _arrays(self, function: Callable[..., Any], axis: int, *states: Sequence[Any]) -> list[Any]:
+    def _arrays(
+        self, function: Callable[..., Any], axis: int, *states: Sequence[Any]
+    ) -> list[Value]:
         for _ in range(self.outer):
             # The reduction knows nothing of outer axes, so each is mapped.
             function = jax.vmap(function, axis)
@@ -102,7 +104,7 @@ class Combined:
 
 def of_states(
     specs: Sequence[Any], xs: Values, function: Callable[[Combined, slice], Sequence[Any]]
-) -> list[Any]:
+) -> list[Value]:
     """Replaces the arrays of each state in `xs` by `function(spec, places)`."""
     xs = list(xs)
     for k, spec in enumerate(specs):
@@ -267,7 +269,7 @@ class ChunkLoop:
     def program(self, avals: Sequence[Aval], width: int) -> ClosedJaxpr:
         return self.body.staged(width, self.of_chunk(avals, width))
 
-    def of_chunk(self, avals: Sequence[Aval], width: int) -> list[Any]:
+    def of_chunk(self, avals: Sequence[Aval], width: int) -> list[Aval]:
         """Returns operand types as a chunk of `width` lanes sees them."""
 
         def seen(aval: Aval, spec: Operand) -> Aval:
@@ -300,7 +302,7 @@ class ChunkLoop:
 chunk_loop_p = declare("chunk_loop")
 
 
-def chunk_loop(loop: ChunkLoop, operands: Values) -> list[Any]:
+def chunk_loop(loop: ChunkLoop, operands: Values) -> list[Value]:
     """Runs a chunk loop, which can be differentiated and batched. Results are not weakly typed."""
     operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]
@@ -323,8 +325,8 @@ def chunk_loop(loop: ChunkLoop, operands: Values) -> list[Any]:
 def _with_constants(loop: ChunkLoop, count: int) -> ChunkLoop:
     """Turns constants of the program into operands that all chunks share."""
 
-    def of_width(width: int) -> Callable[..., list[Any]]:
-        def run(start: Value, *xs: Value) -> list[Any]:
+    def of_width(width: int) -> Callable[..., list[Value]]:
+        def run(start: Value, *xs: Value) -> list[Value]:
             own, consts = xs[:-count], xs[-count:]
             program = loop.body.staged(width, list(map(jax.typeof, own)))
             return eval_jaxpr(program.jaxpr, consts, start, *own)
@@ -336,11 +338,11 @@ def _with_constants(loop: ChunkLoop, count: int) -> ChunkLoop:
     return replace(loop, body=body, operands=operands, all_at_once=None, masked=None)
 
 
-def result_types(loop: ChunkLoop, program: ClosedJaxpr) -> list[Any]:
+def result_types(loop: ChunkLoop, program: ClosedJaxpr) -> list[Aval]:
     return [loop.result_aval(a, k) for a, k in zip(program.out_avals, loop.results, strict=True)]
 
 
-def results_before(loop: ChunkLoop, program: ClosedJaxpr) -> list[Any]:
+def results_before(loop: ChunkLoop, program: ClosedJaxpr) -> list[Value]:
     # `blank` wants another number for each array, in other loops as well: their programs mostly
     # differ in length.
     first = len(program.jaxpr.eqns)
@@ -375,7 +377,7 @@ def collect(
     outs: Values,
     index: Value,
     gathered: GatheredLanes | None = None,
-) -> list[Any]:
+) -> list[Value]:
     """Adds the results `outs` of chunk `index` to the results so far."""
     assert isinstance(loop.chunk, int)
     start = index * np.int32(loop.chunk)

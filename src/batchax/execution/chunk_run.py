@@ -50,7 +50,7 @@ from batchax.kernel.inner import inline_jaxpr, while_loop
 from batchax.rules.calls import zero_after
 
 
-def run_serial_or_masked(loop: ChunkLoop, operands: Values) -> list[Any]:
+def run_serial_or_masked(loop: ChunkLoop, operands: Values) -> list[Value]:
     """Runs a few lanes sequentially on a CPU, and more of them masked.
 
     Lanes that are not selected have arbitrary results.
@@ -62,17 +62,17 @@ def run_serial_or_masked(loop: ChunkLoop, operands: Values) -> list[Any]:
     return list(lax.cond(count <= loop.serial, few, lambda *xs: _all(loop, xs), *operands))
 
 
-def _all(loop: ChunkLoop, operands: Values) -> list[Any]:
+def _all(loop: ChunkLoop, operands: Values) -> list[Value]:
     program = loop.program([jax.typeof(x) for x in operands], loop.size)
     (start,) = _compat.varying_alike([np.int32(0)], like=operands)
     return inline_jaxpr(program, [start, *operands])
 
 
-def _few(loop: ChunkLoop, count: Value, operands: Values) -> list[Any]:
+def _few(loop: ChunkLoop, count: Value, operands: Values) -> list[Value]:
     program = loop.program([jax.typeof(x) for x in operands], 1)
 
-    def run(count: Value, *operands: Value) -> list[Any]:
-        def lane(i: Value, results: Sequence[Any]) -> list[Any]:
+    def run(count: Value, *operands: Value) -> list[Value]:
+        def lane(i: Value, results: Sequence[Any]) -> list[Value]:
             parts = []
             for x, spec in zip(operands, loop.operands, strict=True):
                 if not isinstance(spec, Whole):
@@ -84,7 +84,7 @@ def _few(loop: ChunkLoop, count: Value, operands: Values) -> list[Any]:
             put = lambda x, out, axis: put_part(x, out, i, axis)
             return list(map(put, results, outs, axes))
 
-        def step(i: Value, results: Sequence[Any]) -> list[Any]:
+        def step(i: Value, results: Sequence[Any]) -> list[Value]:
             (i,) = _compat.varying_alike([lax.convert_element_type(i, np.int32)], like=operands)
             active = entry_of(operands[0], i, 0)
             return list(lax.cond(active, lane, lambda i, results: list(results), i, results))
@@ -100,7 +100,7 @@ def _few(loop: ChunkLoop, count: Value, operands: Values) -> list[Any]:
     return _compat.single_kernel(run, types, operands)[1:]
 
 
-def run(loop: ChunkLoop, operands: Values) -> list[Any]:
+def run(loop: ChunkLoop, operands: Values) -> list[Value]:
     avals = [jax.typeof(x) for x in operands]
     if isinstance(loop.chunk, Auto):
         loop = replace(loop, chunk=chosen_chunk(loop, avals))
@@ -123,7 +123,7 @@ def run(loop: ChunkLoop, operands: Values) -> list[Any]:
     return _of_types(loop, program, results)
 
 
-def _of_types(loop: ChunkLoop, program: ClosedJaxpr, results: Values) -> list[Any]:
+def _of_types(loop: ChunkLoop, program: ClosedJaxpr, results: Values) -> list[Value]:
     """Casts sums back from their wider type."""
     return [
         lax.convert_element_type(x, t.dtype) if isinstance(spec, Sum) else x
@@ -131,14 +131,14 @@ def _of_types(loop: ChunkLoop, program: ClosedJaxpr, results: Values) -> list[An
     ]
 
 
-def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Values) -> list[Any]:
+def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Values) -> list[Value]:
     """Switches by the number of selected lanes: none, few in chunks, or all at once."""
     assert isinstance(loop.chunk, int)
     few = replace(loop, all_at_once=None)
     avals = [jax.typeof(x) for x in operands]
     some = loop.program(avals, loop.chunk)
 
-    def nothing(*operands: Value) -> list[Any]:
+    def nothing(*operands: Value) -> list[Value]:
         before = _of_types(few, some, results_before(few, some))
         return _compat.varying_alike(before, like=operands)
 
@@ -152,7 +152,7 @@ def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Values) -> 
     return lax.switch(way, [nothing, in_chunks, at_once], *operands)
 
 
-def _all_at_once(loop: ChunkLoop, body: ChunkBody, *operands: Value) -> list[Any]:
+def _all_at_once(loop: ChunkLoop, body: ChunkBody, *operands: Value) -> list[Value]:
     """Runs `body` for all lanes, of which a mask selects some."""
     every = body.staged(loop.size, [jax.typeof(x) for x in operands])
     (start,) = _compat.varying_alike([np.int32(0)], like=operands)
@@ -165,7 +165,7 @@ def _all_at_once(loop: ChunkLoop, body: ChunkBody, *operands: Value) -> list[Any
     return [picked(x, k, Gathered) for x, k in zip(outs, loop.results, strict=True)]
 
 
-def elsewhere(*, loop: ChunkLoop, program: ClosedJaxpr) -> Callable[..., list[Any]] | None:
+def elsewhere(*, loop: ChunkLoop, program: ClosedJaxpr) -> Callable[..., list[Value]] | None:
     """Returns what runs on a platform other than the one the loop was planned for."""
     return None if loop.masked is None else functools.partial(_all_at_once, loop, loop.masked)
 
@@ -189,7 +189,7 @@ class _Chunks:
 
     def run(
         self, index: Value, width: int, start: Value | None = None
-    ) -> tuple[list[Any], GatheredLanes | None]:
+    ) -> tuple[list[Value], GatheredLanes | None]:
         """Runs a chunk of `width` lanes from entry `start`.
 
         Returns results and the gathered lanes.
@@ -210,7 +210,7 @@ class _Chunks:
 
     def step(
         self, index: Value, width: int, results: Values, start: Value | None = None
-    ) -> list[Any]:
+    ) -> list[Value]:
         outs, gathered = self.run(index, width, start)
         return collect(self.loop, results, outs, index, gathered)
 
@@ -222,11 +222,11 @@ def _picked(mask: Value, spec: Operand, chunk: int) -> tuple[Any, Any]:
     return gathered_lanes.in_order(mask, chunk)
 
 
-def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> list[Any]:
+def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> list[Value]:
     """Runs all chunks in a loop, from the results before the first one."""
     full, rest = divmod(chunks.loop.size, chunks.width)
 
-    def step(i: Value, results: list[Value]) -> list[Any]:
+    def step(i: Value, results: list[Value]) -> list[Value]:
         return chunks.step(i, chunks.width, results)
 
     if chunks.picked is not None:
@@ -235,7 +235,7 @@ def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> lis
         (first,) = _compat.varying_alike([jnp.int32(0)], like=chunks.operands)
 
         # It counts lanes, not chunks: how many of these there are is one more operation to compile.
-        def once(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+        def once(state: tuple[Any, list[Any]]) -> tuple[Any, list[Value]]:
             start, results = state
             results = chunks.step(lax.div(start, width), chunks.width, results, start)
             return lax.add(start, width), results
@@ -248,21 +248,21 @@ def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> lis
 
     # The last chunk is a step of the loop, too. After the loop it would be a program that does
     # not depend on it, and nothing would keep its calls of the host from being made first.
-    def either(i: Value, results: list[Value]) -> list[Any]:
+    def either(i: Value, results: list[Value]) -> list[Value]:
         last = functools.partial(chunks.step, i, rest)
         return lax.cond(i < full, functools.partial(step, i), last, results)
 
     return lax.fori_loop(np.int32(0), np.int32(full + 1), either, results)
 
 
-def _last_after(chunks: _Chunks, full: int, rest: int, results: list[Value]) -> list[Any]:
+def _last_after(chunks: _Chunks, full: int, rest: int, results: list[Value]) -> list[Value]:
     """Runs `full` chunks in a loop, and one of the remaining lanes after it."""
 
     # The last chunk must not run at the same time as the others (see `rules/calls.py`). Its index
     # is the count of finished chunks, plus a zero that depends on their outputs and that no
     # compiler knows. A zero read from the results would make XLA copy them, as the last chunk
     # writes into them.
-    def counted(i: Value, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+    def counted(i: Value, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Value]]:
         done, results = carry
         outs, gathered = chunks.run(i, chunks.width)
         done = lax.add(done, lax.add(np.int32(1), zero_after(outs)))
@@ -343,17 +343,17 @@ def _key(loop: ChunkLoop, avals: Sequence[Aval], chunk: int) -> Hashable:
     return chunk, *own, tuple(avals), *programs
 
 
-def run_flat(loop: ChunkLoop, *operands: Value) -> list[Any]:
+def run_flat(loop: ChunkLoop, *operands: Value) -> list[Value]:
     """Runs with each operand as an argument, for compilation."""
     return run(loop, operands)
 
 
-def compute(*operands: Value, loop: ChunkLoop, program: ClosedJaxpr) -> list[Any]:
+def compute(*operands: Value, loop: ChunkLoop, program: ClosedJaxpr) -> list[Value]:
     """Compiles and runs the loop, in smaller chunks if memory runs out."""
     avals = [jax.typeof(x) for x in operands]
     chunk = loop.chunk if isinstance(loop.chunk, int) else chosen_chunk(loop, avals)
 
-    def with_chunk(chunk: int) -> tuple[Hashable, Callable[..., list[Any]]]:
+    def with_chunk(chunk: int) -> tuple[Hashable, Callable[..., list[Value]]]:
         run_in_such = functools.partial(run_flat, replace(loop, chunk=chunk))
         return _key(loop, avals, chunk), run_in_such
 

@@ -63,7 +63,7 @@ from batchax.rules.callbacks import calls_in
 from batchax.rules.calls import calls_library, in_turn
 
 
-def run_loop(loop: ChunkLoop, operands: Values, keep: bool) -> list[Any]:
+def run_loop(loop: ChunkLoop, operands: Values, keep: bool) -> list[Value]:
     """Runs a chunk loop. With `keep`, reverse mode saves what every chunk computed."""
     if not keep:
         return chunk_loop(loop, operands)
@@ -74,7 +74,7 @@ def run_loop(loop: ChunkLoop, operands: Values, keep: bool) -> list[Any]:
     return of_all(_run_keeping(loop, operands))
 
 
-def _run_keeping(loop: ChunkLoop, operands: Values) -> list[Any]:
+def _run_keeping(loop: ChunkLoop, operands: Values) -> list[Value]:
     """Runs a chunk loop as a scan, whose residuals JAX saves for each chunk."""
     operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]
@@ -89,28 +89,21 @@ def _run_keeping(loop: ChunkLoop, operands: Values) -> list[Any]:
 
     steps = Steps(-(-loop.size // chunk), loop.progress)
 
-    def step(index: Value, results: list[Value], parts: Sequence[Any], width: int) -> list[Any]:
+    def step(index: Value, results: list[Value], parts: Sequence[Any], width: int) -> list[Value]:
         (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
         outs = loop.body.function(width)(start, *parts)
         return collect(loop, results, outs, index)
 
-    def in_loop(index: Value, results: list[Value], parts: Sequence[Any]) -> tuple[list[Any], None]:
+    def in_loop(index: Value, results: list[Value], parts: Sequence[Any]) -> list[Value]:
         if full > 1:  # a loop of one step is none, to a compiler
             steps.begin(index)
             results = steps.through(results, index)
-        return step(index, results, parts, chunk), None
+        return step(index, results, parts, chunk)
 
     results = _compat.varying_alike(results_before(loop, program), like=operands)
     # The remaining lanes are a chunk of their width, after the scan.
     full, rest = divmod(loop.size, chunk)
-    results, _ = scan_slices(
-        in_loop,
-        results,
-        operands,
-        axes,
-        chunk,
-        full,
-    )
+    results = scan_slices(in_loop, results, operands, axes, chunk, full)
     if rest:
         parts = [
             x if a is None else lax.slice_in_dim(x, full * chunk, loop.size, axis=a)
@@ -367,7 +360,7 @@ class SectionRunner:
         lanes = LanesToRun(local, batch_size, index, repeated, progress)
         self._setting = Setting(axis, lanes, keep, shards, batch_bytes)
 
-    def outputs(self) -> tuple[list[Any], list[Position]]:
+    def outputs(self) -> tuple[list[Value], list[Position]]:
         setting, env, lanes = self._setting, dict(self._known), self._setting.lanes
         needed = section_for(self._jaxpr.eqns, self._jaxpr.outvars, ()).eqns
         eqns: Sequence[Eqn] = without_donations(needed)
@@ -463,7 +456,7 @@ class BodiesInSections:
 
     def run(
         self, program: ClosedJaxpr, args: Values, axes: Positions
-    ) -> tuple[list[Any], list[Position]]:
+    ) -> tuple[list[Value], list[Position]]:
         outputs = [OutputArray("", AUTO)] * len(program.out_avals)
         how = self.axis, self.batch_size, self.keep
         return SectionRunner(*how, program, args, axes, outputs, self.shards).outputs()
@@ -563,7 +556,7 @@ class InChunks(Strategy):
     def passes_constants(self, call: Call) -> bool:
         return not call.traced
 
-    def run(self, call: Call) -> tuple[list[Any], None]:
+    def run(self, call: Call) -> tuple[list[Value], None]:
         return self.chunking.runner(call).outputs()[0], None
 
 

@@ -91,7 +91,7 @@ def run_eagerly(
     chunk: int,
     operands: Values,
     may_change: bool,
-) -> list[Any]:
+) -> list[Value]:
     """Compiles and runs a program; if memory runs out, with half the chunk size.
 
     `with_chunk` returns, for a chunk size, a cache key and the program. Operands are not donated,
@@ -124,7 +124,7 @@ def run_eagerly(
 
 def jitted(
     key: Hashable, program: Callable[..., list[Any]], inline: bool = False
-) -> Callable[..., list[Any]]:
+) -> Callable[..., list[Value]]:
     """Returns ``jax.jit(program)``, cached by `key`.
 
     With `inline` no call of it remains where it is traced.
@@ -136,7 +136,7 @@ def jitted(
     return cache.get((key, _compat.trace_context()), make)
 
 
-def compiled_whole(program: ClosedJaxpr) -> Callable[..., list[Any]]:
+def compiled_whole(program: ClosedJaxpr) -> Callable[..., list[Value]]:
     """Compiles a program as one function; runs it operation by operation under `disable_jit`."""
     # Programs that differ only in values that they hold, such as lengths of rows, share one
     # compilation: the values are arguments.
@@ -144,7 +144,7 @@ def compiled_whole(program: ClosedJaxpr) -> Callable[..., list[Any]]:
     evaluate = functools.partial(eval_jaxpr, open_program.jaxpr, open_program.consts)
     key = value_key(open_program)
 
-    def run(*values: Value) -> list[Any]:
+    def run(*values: Value) -> list[Value]:
         config: Any = jax.config  # which has no types
         if config.jax_disable_jit or _compat.compiled_later():
             return evaluate(*consts, *values)
@@ -187,7 +187,7 @@ def compile_for_account(
     ]
     checked = bool(_compat.checked_axes())
 
-    def on_each_device(*operands: Value) -> list[Any]:
+    def on_each_device(*operands: Value) -> list[Value]:
         outs = program(*map(_compat.varying_as, operands, avals))
         return [x[None] for x in outs]  # what varies is returned side by side
 

@@ -105,7 +105,7 @@ def expose_names(axis: Axis, staged: ClosedJaxpr, calls: HostCalls = HostCalls()
             to.eqns.append(eqn)
             continue
 
-        def run(lane: Value, *xs: Value, eqn: Eqn = eqn, of_lanes: bool = of_lanes) -> list[Any]:
+        def run(lane: Value, *xs: Value, eqn: Eqn = eqn, of_lanes: bool = of_lanes) -> list[Value]:
             names = _compat.current_name_stack()
             with _compat.user_source(eqn.source_info, names), eqn.ctx.manager:
                 if of_lanes or is_exposed(axis, eqn):
@@ -153,7 +153,7 @@ def index_as_input(axis: Axis, program: ClosedJaxpr, calls: bool = False) -> Clo
     With `calls`, a second index for callbacks follows.
     """
 
-    def run(lane: Value, *xs: Value) -> list[Any]:
+    def run(lane: Value, *xs: Value) -> list[Value]:
         caller, xs = (xs[0], xs[1:]) if calls else (None, xs)
         return _evaluate(axis, jaxpr, consts, xs, lane, caller)
 
@@ -192,7 +192,7 @@ def _names(axis: Axis) -> list[tuple[Any, Any]]:
     return [] if axis.name is None else [(axis.name, axis.size)]
 
 
-def _distinct(outs: Values, xs: Values) -> list[Any]:
+def _distinct(outs: Values, xs: Values) -> list[Value]:
     """Copies values that are inputs, constants, or repeated, to distinct variables."""
     # The variables are renamed to the results that they stand for.
     seen = set(map(id, xs))
@@ -212,7 +212,7 @@ def _evaluate(
     args: Values,
     lane: Value,
     caller: Value | None,
-) -> list[Any]:
+) -> list[Value]:
     def run_equation(eqn: Eqn, xs: list[Value]) -> Sequence[Any]:
         used = is_exposed(axis, eqn) or (caller is not None and _calls(eqn))
         return _use(axis, eqn, xs, lane, caller) if used else bind_equation(eqn, xs)

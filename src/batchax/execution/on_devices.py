@@ -130,10 +130,10 @@ class OnDevices(Strategy):
         none: list[Position] = [None] * len(constants)
         return placed(self.shards, [CONSTANT] * len(none), constants, none)
 
-    def run(self, call: Call) -> tuple[list[Any], _Said]:
+    def run(self, call: Call) -> tuple[list[Value], _Said]:
         passed = list(map(_kind, call.values[: call.constants]))
 
-        def one_shard(*values: Value) -> tuple[list[Any], list[Position], _Said]:
+        def one_shard(*values: Value) -> tuple[list[Value], list[Position], _Said]:
             own, said = _of_one_device(call.with_values(values), passed)
             check_callbacks(self.shards, own.staged.jaxpr)
             return *self._chunks_of_one().runner(own, self.shards).outputs(), said

@@ -201,7 +201,7 @@ class Steps:
             done = np.int32(done) if isinstance(done, int) else done
             self._tell(done, total, None, results, over=True)
 
-    def through(self, carry: Values, done: Value) -> list[Any]:
+    def through(self, carry: Values, done: Value) -> list[Value]:
         """Passes the carry of a scan through an operation whose transpose reports reverse steps."""
         moving = [i for i, x in enumerate(carry) if is_inexact(x)]
         if self.callback is None or not moving:
@@ -248,7 +248,7 @@ class Steps:
             due = lax.ge(done, np.int32(0)) if due is None else due
             due = lax.bitwise_and(*_compat.varying_alike([due, first]))
 
-        def tell() -> list[Any]:
+        def tell() -> list[Value]:
             return tell_progress_p.bind(*operands, callback=callback)
 
         if due is None:
@@ -264,7 +264,7 @@ def _is_first_device(axes: Sequence[tuple[Hashable, Any]]) -> Value:
     return eval_jaxpr(program.jaxpr, program.consts)[0]
 
 
-def _call(*operands: Value, callback: ProgressCallback) -> list[Any]:
+def _call(*operands: Value, callback: ProgressCallback) -> list[Value]:
     """Reports to the host once the operands after the numbers are computed."""
     numbers, after = operands[: callback.numbers], operands[callback.numbers :]
     # The callback waits for one entry, so that arrays are not copied to the host.
@@ -284,13 +284,13 @@ def _entry(values: Values) -> Sequence[Any]:
     return []
 
 
-def _call_when_computed(*operands: Value, callback: ProgressCallback) -> list[Any]:
+def _call_when_computed(*operands: Value, callback: ProgressCallback) -> list[Value]:
     return _call(*jax.block_until_ready(operands), callback=callback)
 
 
 def _batched_call(
     axis: Axis, args: Values, axes: Positions, /, *, callback: ProgressCallback
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[Value], list[Value]]:
     # Lanes leave the loop at different steps: it runs until the last of these.
     numbers = zip(args[: callback.numbers], axes, strict=False)
     furthest = [x if a is None else lax.reduce_max(x, (a,)) for x, a in numbers]
@@ -313,7 +313,7 @@ tell_progress_p = own_primitive(
 )
 
 
-def _same(*operands: Value, **_: Any) -> list[Any]:
+def _same(*operands: Value, **_: Any) -> list[Value]:
     return list(operands[:-1])
 
 
@@ -335,7 +335,9 @@ def _jvp_back(
     return outs, dots
 
 
-def _transpose_back(cotangents: Values, *operands: Value, steps: Steps, linear: bool) -> list[Any]:
+def _transpose_back(
+    cotangents: Values, *operands: Value, steps: Steps, linear: bool
+) -> list[Value]:
     if linear and type(cotangents[0]) is not ad.Zero:
         steps.went_back(operands[-1], cotangents[0])
     return [*cotangents, None]

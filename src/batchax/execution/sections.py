@@ -110,7 +110,7 @@ def section_for(
     return Section(taken, [v for v in given if v in used], list(outvars))
 
 
-def run_shared(axis: Axis, eqns: Sequence[Eqn], env: Env) -> list[Any]:
+def run_shared(axis: Axis, eqns: Sequence[Eqn], env: Env) -> list[Eqn]:
     """Runs, once, the equations that do not depend on the batch; returns the others."""
     shared, rest, defined = [], [], set()
 
@@ -216,7 +216,7 @@ def partial_result(
     axis: int,
     index: Value | None = None,
     real: Value | None = None,
-) -> tuple[list[Any], Partial]:
+) -> tuple[list[Value], Partial]:
     """Returns the arrays that one chunk adds to a reduction of `x` along `axis`.
 
     `index` holds the indices of the lanes, if the reduction uses them, and `real` the lanes that
@@ -347,7 +347,7 @@ class SectionBody:
     def results(self) -> tuple[Any, ...]:
         return tuple(spec for specs in self.specs.values() for spec in specs)
 
-    def of_targets(self, results: Iterable[Value]) -> dict[Target, list[Any]]:
+    def of_targets(self, results: Iterable[Value]) -> dict[Target, list[Value]]:
         """Groups results by target: a reduced one may have several."""
         each = iter(results)
         return {t: [next(each) for _ in self.specs[t]] for t in self.targets}
@@ -383,8 +383,8 @@ class _Chunk:
     # what a chunk adds to reduced targets, noted by tracing
     reduced: dict[Target, Partial] = field(default_factory=dict)
 
-    def of_width(self, width: int) -> Callable[..., list[Any]]:
-        def run(start: Value, *xs: Value) -> list[Any]:
+    def of_width(self, width: int) -> Callable[..., list[Value]]:
+        def run(start: Value, *xs: Value) -> list[Value]:
             outs, positions, index, real = self.interpret(width, start, xs)
             outputs = zip(self.targets, outs, positions, strict=True)
             return [
@@ -401,7 +401,7 @@ class _Chunk:
 
     def interpret(
         self, width: int, start: Value, xs: Values
-    ) -> tuple[list[Any], list[Position], Any, Any]:
+    ) -> tuple[list[Value], list[Position], Any, Any]:
         """Returns the targets for `width` lanes, and their batch axes.
 
         Also the lane indices if used, and a mask of real lanes, None if all are.
@@ -448,7 +448,7 @@ class _Chunk:
             and reached(self.section, self._mapped) != self._differ(self.section.outvars)
         )
 
-    def _of_one_example(self, values: Values) -> tuple[list[Any], list[Position]]:
+    def _of_one_example(self, values: Values) -> tuple[list[Value], list[Position]]:
         """Runs the only lane of a chunk, and returns targets with their batch axes."""
         own = [
             x if a is None else lax.index_in_dim(x, 0, a, keepdims=False)
@@ -470,7 +470,7 @@ class _Chunk:
             pass
         return list(differs_of(differs, vs))
 
-    def _of_each(self, target: Target, x: Value, width: int) -> list[Any]:
+    def _of_each(self, target: Target, x: Value, width: int) -> list[Value]:
         self.specs[target] = [Lanes(0)]
         return [lax.broadcast(x, (width,))]
 
@@ -481,7 +481,7 @@ class _Chunk:
         position: Position,
         index: Value | None,
         real: Value | None,
-    ) -> list[Any]:
+    ) -> list[Value]:
         """Returns what a chunk computes for one target, and notes its specs."""
         reduction = target.reduction
         if position is None:
@@ -542,7 +542,7 @@ class Stage:
     def targets(self) -> list[Target]:
         return list(dict.fromkeys([*self.wanted.values(), *self.inside]))
 
-    def left_of(self, eqns: Iterable[Eqn]) -> list[Any]:
+    def left_of(self, eqns: Iterable[Eqn]) -> list[Eqn]:
         """Lists the equations for later stages. Those with effects do not run again."""
         done = {id(eqn) for eqn in (*self.cuts, *(e for e in self.free if e.effects))}
         return [eqn for eqn in eqns if id(eqn) not in done]

@@ -11,7 +11,7 @@ No primal value depends on ways, so XLA removes them unless something is differe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,70 +70,50 @@ def blank(aval: Aval, number: int) -> Value:
 
 
 def scan_slices(
-    step: Callable[[Any, Any, list[Any]], Any],
+    step: Callable[[Value, Values, list[Value]], Values],
     carry: Values,
     xs: Values,
     axes: Sequence[int | None],
-    width: int | None,
+    width: int,
     count: int,
-    *,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-) -> tuple[Tree, Tree]:
-    """Runs `step` for each of `count` slices of `width` entries.
+) -> Values:
+    """Runs `step` for each of `count` slices of `width` entries, and returns the last carry.
 
-    `step` maps (index, carry, parts) to (carry, ys); `axes` are those sliced, None for a whole
-    array. A `width` of None takes entries without the axis. Returns the last carry and the `ys`
-    stacked along axis 0.
+    `step` maps (index, carry, parts) to the carry; `axes` are those sliced, None for a whole array.
     """
-    operands = [_operand(x, a, width, count) for x, a in zip(xs, axes, strict=True)]
-    handed = [x for x, operand in zip(xs, operands, strict=True) if operand.handed_on]
+    if count == 0:
+        return carry
+    # Slices along the whole first axis are left to ``lax.scan``. Others are cut from the whole
+    # array, and their derivative goes through the array that is handed from step to step, so that
+    # reverse mode writes in place instead of adding arrays of zeros.
+    rows = [
+        x.reshape(count, width, *x.shape[1:]) if a == 0 and x.shape[0] == count * width else None
+        for x, a in zip(xs, axes, strict=True)
+    ]
+    handed = [
+        x if a is not None and row is None and is_inexact(x) else None
+        for x, a, row in zip(xs, axes, rows, strict=True)
+    ]
+    fixed = [x if way is None else lax.stop_gradient(x) for x, way in zip(xs, handed, strict=True)]
 
-    def body(state: Tree, scanned: Tree) -> tuple[Tree, Tree]:
-        (carry, handed), (index, slices) = state, scanned
-        rest, parts, handed_on = iter(handed), [], []
-        for operand, part in zip(operands, slices, strict=True):
-            part = part if operand.same is None else operand.same
-            if operand.cut is not None:
-                start = index if width is None else index * np.int32(width)
-                part = part_of(operand.cut, start, operand.axis, width or 1)
-                # A slice along other axes is cut from the whole array. Its derivative goes through
-                # the array that is handed from step to step, so that reverse mode writes in place
-                # instead of adding arrays of zeros.
-                if operand.handed_on:
-                    way, left = take(next(rest), start, operand.axis, width or 1)
-                    part = with_derivative_of(part, way)
-                    handed_on.append(left)
-                part = lax.squeeze(part, [operand.axis]) if width is None else part
+    def body(state: Tree, scanned: Tree) -> tuple[Tree, None]:
+        (carry, handed), (index, rows) = state, scanned
+        start, parts, left = index * np.int32(width), [], []
+        for x, axis, part, way in zip(fixed, axes, rows, handed, strict=True):
+            if axis is None:
+                part = x
+            elif part is None:
+                part = part_of(x, start, axis, width)
+                if way is not None:
+                    own, way = take(way, start, axis, width)
+                    part = with_derivative_of(part, own)
             parts.append(part)
-        carry, ys = step(index, carry, parts)
-        return (carry, handed_on), ys
+            left.append(way)
+        return (step(index, carry, parts), left), None
 
-    scanned = lax.iota(np.int32, count), [operand.scanned for operand in operands]
-    (carry, _), ys = lax.scan(
-        body, (carry, handed), scanned, length=count, reverse=reverse, unroll=unroll
-    )
-    return carry, ys
-
-
-class _Operand(NamedTuple):
-    """Says how a step gets its part of an operand."""
-
-    same: Any = None  # for an operand that each step gets whole
-    scanned: Any = None  # for an operand that ``lax.scan`` slices
-    cut: Any = None  # for an operand that the step slices
-    axis: int = 0  # along this axis
-    handed_on: bool = False  # whether it is handed on, for derivatives of the slices
-
-
-def _operand(x: Value, axis: int | None, width: int | None, count: int) -> _Operand:
-    if axis is None:
-        return _Operand(same=x)
-    if count == 0 or (axis == 0 and x.shape[0] == count * (width or 1)):
-        return _Operand(scanned=_slices_first(x, axis, width, count))
-    if not is_inexact(x):  # no derivative, so no way for one
-        return _Operand(cut=x, axis=axis)
-    return _Operand(cut=lax.stop_gradient(x), axis=axis, handed_on=True)
+    scanned = lax.iota(np.int32, count), rows
+    ((carry, _), _) = lax.scan(body, (carry, handed), scanned, length=count)
+    return carry
 
 
 def take(array: Value, start: Value, axis: int, width: int) -> list[Any]:
@@ -142,21 +122,13 @@ def take(array: Value, start: Value, axis: int, width: int) -> list[Any]:
     The slice may not be read from it again, so that its cotangent is written and not added.
     """
 
-    def ahead(at: Sequence[Any], arrays: Values) -> list[Any]:
+    def ahead(at: Sequence[Any], arrays: Values) -> list[Value]:
         return [part_of(arrays[0], at[0], axis, width), arrays[0]]
 
-    def back(at: Sequence[Any], cts: Values) -> list[Any]:
+    def back(at: Sequence[Any], cts: Values) -> list[Value]:
         return [put_part(cts[1], cts[0], at[0], axis)]
 
     return linear_with_transpose(ahead, back, [start], [array], key=("take", axis, width))
-
-
-def _slices_first(x: Value, axis: int, width: int | None, count: int) -> Value:
-    if width is not None:
-        x = lax.slice_in_dim(x, 0, width * count, axis=axis)
-        x = x.reshape(*x.shape[:axis], count, width, *x.shape[axis + 1 :])
-    # Left alone with axis 0: it may be a reference, whose axes cannot be moved.
-    return x if axis == 0 else jnp.moveaxis(x, axis, 0)
 
 
 def with_derivative_of(value: Value, other: Value) -> Value:
@@ -169,7 +141,7 @@ def _jvp(primals: Values, tangents: Values) -> tuple[Any, Any]:
     return follow_p.bind(*primals), tangents[1]
 
 
-def _transpose(cotangent: Value, value: Value, other: Value) -> list[Any]:
+def _transpose(cotangent: Value, value: Value, other: Value) -> list[Value]:
     # In a derivative only `other` is linear, as `value` has no tangent. Both are where a program
     # is transposed that was not differentiated before (`jax.linear_transpose`).
     return [ad.Zero(value.aval) if ad.is_undefined_primal(value) else None, cotangent]

@@ -78,14 +78,14 @@ class ScanProgram:
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", value_key(self.body))
 
-    def run(self, consts: Values, carry: Values, xs: Values) -> list[Any]:
+    def run(self, consts: Values, carry: Values, xs: Values) -> list[Value]:
         run = jitted(self, functools.partial(run_steps, self), inline=True)
         return run(list(consts), list(carry), list(xs))
 
 
 def run_steps(
     program: ScanProgram, consts: list[Value], carry: list[Value], xs: list[Value]
-) -> list[Any]:
+) -> list[Value]:
     """Runs a scan by ``lax.scan``, with the axis of the steps moved to the front."""
     length = program.steps.most
     # A reference stays as it is: it is read along axis 0.
@@ -120,7 +120,7 @@ def _one(
     return outs[: program.n_carry], outs[program.n_carry :]
 
 
-def _begin(program: ScanProgram, index: Value, carry: list[Value]) -> list[Any]:
+def _begin(program: ScanProgram, index: Value, carry: list[Value]) -> list[Value]:
     """Reports a step at its start, and returns the carry."""
     if program.steps.callback is None:
         return carry
@@ -136,7 +136,7 @@ def _begin(program: ScanProgram, index: Value, carry: list[Value]) -> list[Any]:
     return steps.through(carry, done) if loops or length == 1 else carry
 
 
-def run_scan(program: ScanProgram, consts: Values, carry: Values, xs: Values) -> list[Any]:
+def run_scan(program: ScanProgram, consts: Values, carry: Values, xs: Values) -> list[Value]:
     operands = [*consts, *carry, *xs]
     in_place = _is_in_place(program, operands)
     return _bind(program, operands) if in_place else program.run(consts, carry, xs)
@@ -159,7 +159,7 @@ def _is_in_place(program: ScanProgram, operands: Values) -> bool:
     )
 
 
-def _bind(program: ScanProgram, operands: Values) -> list[Any]:
+def _bind(program: ScanProgram, operands: Values) -> list[Value]:
     return scan_steps_p.bind(*operands, program=program, body=program.body)
 
 
@@ -194,7 +194,7 @@ def _width(program: ScanProgram, xs: Values) -> int:
     return next((n for n in _WIDTHS if length % n == 0), min(_WIDTH, length))
 
 
-def _operations(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
+def _operations(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> list[Value]:
     """Runs a scan that reads and writes entries where they are in the arrays."""
     program = replace(program, body=body)
     consts, carry, xs = _split(program, operands)
@@ -203,7 +203,7 @@ def _operations(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> li
     count, rest = divmod(length, width)
     run = functools.partial(_one, program, consts, xs)
 
-    def parts_of(get: Callable[[Value, int], Any]) -> list[Any]:
+    def parts_of(get: Callable[[Value, int], Any]) -> list[Value]:
         pairs = zip(xs, program.in_axes, strict=True)
         return [None if a is None else get(x, a) for x, a in pairs]
 
@@ -241,16 +241,16 @@ def _operations(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> li
     return [*carry, *(_compat.weakly(x) if t.weak_type else x for x, t in weak)]
 
 
-def _moved(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
+def _moved(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> list[Value]:
     return run_steps(replace(program, body=body), *_split(program, operands))
 
 
-def _compute(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
+def _compute(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> list[Value]:
     run = functools.partial(_operations, program=program, body=body)
     return jitted((program, "in place"), run)(*operands)
 
 
-def _types(*avals: Aval, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
+def _types(*avals: Aval, program: ScanProgram, body: ClosedJaxpr) -> list[Aval]:
     carry, ys = parts(body.out_avals, program.n_carry)
     axes = zip(ys, program.out_axes, strict=True)
     return [*carry, *(unmapped_aval(program.steps.most, a, y) for y, a in axes)]
@@ -264,7 +264,7 @@ def _batched(
     *,
     program: ScanProgram,
     body: ClosedJaxpr,
-) -> tuple[list[Any], Positions]:
+) -> tuple[list[Value], Positions]:
     varies = any(_compat.varying_axes(jax.typeof(x)) for x in args)
     if varies or any_uses_axis(axis, body):  # in the way that the axis has for JAX's loop
         run = functools.partial(_moved, program=program, body=body)
@@ -303,82 +303,6 @@ scan_steps_p = own_primitive(
 )
 
 
-@dataclass(frozen=True)
-class BoundedSteps:
-    """Describes a loop that runs while its predicate is true.
-
-    Instances that do the same are equal.
-    """
-
-    # The predicate, without constants: of shared values and the carry.
-    test: ClosedJaxpr = field(compare=False)
-    # One step, without constants: from shared values, the carry, and one entry of each of the xs to
-    # the carry and the ys.
-    body: ClosedJaxpr = field(compare=False)
-    n_carry: int
-    in_axes: tuple[Position, ...]  # the axis of the steps in each of the xs; None: shared
-    out_axes: tuple[int, ...]  # the axis of the steps in each of the ys, from the front
-    steps: Steps  # the bound, and progress
-    reverse: bool = False  # whether the last entry comes first
-    key: Hashable = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "key", (value_key(self.test), value_key(self.body)))
-
-    def run(
-        self,
-        test_consts: Sequence[Any],
-        consts: Values,
-        carry: Values,
-        xs: Values,
-    ) -> list[Any]:
-        """Returns the last carry and the stacked ys, zeros for steps that were not taken."""
-        # One program, compiled once: outside of `jit` each call stages its functions again.
-        run = jitted(self, functools.partial(_run, self), inline=True)
-        return run(list(test_consts), list(consts), list(carry), list(xs))
-
-
-def _run(
-    loop: BoundedSteps,
-    test_consts: list[Any],
-    consts: list[Value],
-    carry: list[Value],
-    xs: list[Value],
-) -> list[Any]:
-    axes = [a for a in loop.in_axes if a is not None]
-    scanned = [x for x, a in zip(xs, loop.in_axes, strict=True) if a is not None]
-    shared = [x for x, a in zip(xs, loop.in_axes, strict=True) if a is None]
-
-    def turned(arrays: Values, axes: Sequence[int]) -> list[Any]:
-        if not loop.reverse:
-            return list(arrays)
-        return [lax.rev(x, [a]) for x, a in zip(arrays, axes, strict=True)]
-
-    def test(consts: Values, carry: Values) -> Value:
-        return inline_jaxpr(loop.test, [*consts, *carry])[0]
-
-    def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
-        entries, same = iter(x), iter(consts[len(consts) - len(shared) :])
-        parts = [next(same) if a is None else next(entries) for a in loop.in_axes]
-        own = consts[: len(consts) - len(shared)]
-        outs = inline_jaxpr(loop.body, [*own, *carry, *parts])
-        return outs[: loop.n_carry], outs[loop.n_carry :]
-
-    results = bounded_loop(
-        step,
-        [*consts, *shared],
-        carry,
-        turned(scanned, axes),
-        test=test,
-        test_consts=test_consts,
-        count=np.int32(loop.steps.most),
-        steps=loop.steps,
-        x_axes=axes,
-        y_axes=loop.out_axes,
-    )
-    return [*results.carry, *turned(results.ys, loop.out_axes)]
-
-
 def run_until(
     test: ClosedJaxpr,
     body: ClosedJaxpr,
@@ -388,17 +312,56 @@ def run_until(
     out_axes: tuple[int, ...],
     steps: Steps,
     reverse: bool = False,
-) -> list[Any]:
+) -> list[Value]:
     """Runs traced steps while the traced predicate is true.
 
-    Inside ``shard_map`` the xs are cast to the types that the steps were traced for. Raises
-    UnsupportedError for a reference.
+    `in_axes` and `out_axes` are those of the steps in the xs (None: shared) and in the ys, which
+    are zeros for steps that were not taken. Inside ``shard_map`` the xs are cast to the types that
+    the steps were traced for. Raises UnsupportedError for a reference.
     """
-    entries = body.in_avals[len(carry) :]
+    n_carry, entries = len(carry), body.in_avals[len(carry) :]
     test, test_consts = _hoisted(test)
     body, consts = _hoisted(body, xs)
-    loop = BoundedSteps(test, body, len(carry), in_axes, out_axes, steps, reverse)
-    return loop.run(test_consts, consts, carry, list(map(_compat.varying_as, xs, entries)))
+    # One program, compiled once: outside of `jit` each call stages its functions again.
+    key = value_key(test), value_key(body), n_carry, in_axes, out_axes, steps, reverse
+
+    def turned(arrays: Values, axes: Sequence[int]) -> list[Value]:
+        if not reverse:
+            return list(arrays)
+        return [lax.rev(x, [a]) for x, a in zip(arrays, axes, strict=True)]
+
+    def loop(test_consts: Values, consts: Values, carry: Values, xs: Values) -> list[Value]:
+        axes = [a for a in in_axes if a is not None]
+        scanned = [x for x, a in zip(xs, in_axes, strict=True) if a is not None]
+        shared = [x for x, a in zip(xs, in_axes, strict=True) if a is None]
+
+        def going_on(consts: Values, carry: Values) -> Value:
+            return inline_jaxpr(test, [*consts, *carry])[0]
+
+        def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+            own, shared = parts(consts, n_consts)
+            entries, same = iter(x), iter(shared)
+            given = [next(same) if a is None else next(entries) for a in in_axes]
+            outs = inline_jaxpr(body, [*own, *carry, *given])
+            return outs[:n_carry], outs[n_carry:]
+
+        results = bounded_loop(
+            step,
+            [*consts, *shared],
+            carry,
+            turned(scanned, axes),
+            test=going_on,
+            test_consts=test_consts,
+            count=np.int32(steps.most),
+            steps=steps,
+            x_axes=axes,
+            y_axes=out_axes,
+        )
+        return [*results.carry, *turned(results.ys, out_axes)]
+
+    n_consts = len(consts)
+    xs = list(map(_compat.varying_as, xs, entries))
+    return jitted(key, loop, inline=True)(test_consts, consts, list(carry), xs)
 
 
 def _hoisted(staged: ClosedJaxpr, xs: Values = ()) -> tuple[ClosedJaxpr, list[Any]]:

@@ -35,6 +35,7 @@ from batchax.nonfinite.origins import (
     kind_of,
     link,
     loop_depth,
+    may_be_bad,
     operand_types,
 )
 from batchax.rows.ragged import Ragged
@@ -231,7 +232,7 @@ def find(
 
 def _compiled(
     values: Values, specs: Sequence[Any], lengths_known: bool, run: Callable[..., Any]
-) -> list[Any]:
+) -> list[Value]:
     """Compiles and runs a function of the leaves."""
     # It sees values that are not arrays as they are; lengths of rows, too, where they are known.
     is_rows = lambda x: isinstance(x, Ragged)
@@ -245,7 +246,7 @@ def _compiled(
         i: x
         for i, (x, m) in enumerate(zip(flat, mapped, strict=True))
         if id(x) not in lengths
-        and ((m and isinstance(x, (jax.Array, np.ndarray))) or _may_be_bad(x))
+        and ((m and isinstance(x, (jax.Array, np.ndarray))) or _has_floats(x))
     }
 
     def of_arrays(*xs: Value) -> Tree:
@@ -315,7 +316,7 @@ class _Marking(Program):
         super().__init__(Places(), [], [])
         self._fun, self._paths, self._rebuild = fun, paths, rebuild
 
-    def origins(self, values: Values) -> list[Any]:
+    def origins(self, values: Values) -> list[Value]:
         """Returns where the results come from, those that may be bad."""
         self.places = Places()  # a function may be staged more than once: the last time counts
         evaluator, outs, names = self._evaluated(values, self.places)
@@ -326,18 +327,18 @@ class _Marking(Program):
         self.outputs = [*by_name]
         return [evaluator.nowhere, *by_name.values()]  # so much of a lane without such results
 
-    def kinds(self, values: Values) -> list[Any]:
+    def kinds(self, values: Values) -> list[Value]:
         """Says whether results are finite, those that may be bad: as `origins` has them."""
         args, kwargs = self._rebuild(values)
         outs = map(jnp.asarray, jax.tree.leaves(without_objects(self._fun(*args, **kwargs))))
         return [jnp.int32(0), *(kind_of(x) for x in outs if jnp.issubdtype(x.dtype, jnp.inexact))]
 
-    def operands(self, place: int) -> Callable[..., list[Any]]:
+    def operands(self, place: int) -> Callable[..., list[Value]]:
         """Returns a function from iterations, and the leaves, to what an equation got in these."""
 
         blank = blank_view(self.places.place(place).eqn)
 
-        def seen(iterations: Value, values: Values) -> list[Any]:
+        def seen(iterations: Value, values: Values) -> list[Value]:
             return self._evaluated(values, Places(), Watch(place, iterations), blank)[0].seen
 
         return seen
@@ -350,7 +351,7 @@ class _Marking(Program):
         blank: Sequence[Any] = (),
     ) -> tuple[Evaluator, list[Marked], list[str]]:
         flat, structure = jax.tree_util.tree_flatten_with_path(list(values))
-        arrays = {i: x for i, (_, x) in enumerate(flat) if isinstance(x, Tracer) or _may_be_bad(x)}
+        arrays = {i: x for i, (_, x) in enumerate(flat) if isinstance(x, Tracer) or _has_floats(x)}
 
         def of_arrays(*xs: Value) -> Tree:
             given = dict(zip(arrays, xs, strict=True))
@@ -372,7 +373,7 @@ class _Marking(Program):
         return evaluator, outs, ["out" + jax.tree_util.keystr(keys) for keys, _ in named]
 
 
-def _may_be_bad(x: Value) -> bool:
+def _has_floats(x: Value) -> bool:
     """Whether a leaf is an array of floats; at others the function may want to look."""
     is_array = isinstance(x, (jax.Array, np.ndarray, np.generic))
     return is_array and jnp.issubdtype(x.dtype, jnp.inexact)
@@ -401,7 +402,7 @@ def find_whole(
     staged.check_vmap("find_nonfinite")
     program = _Batched(staged)
     outs = jax.jit(jaxpr_as_fun(staged.traced.jaxpr))(*staged.arrays)
-    kinds = [int(kind_of(x)) if program.may_be_bad(x) else 0 for x in outs]
+    kinds = [int(kind_of(x)) if may_be_bad(x) else 0 for x in outs]
     bad = [i for i, kind in enumerate(kinds) if kind]
     marks = program.origins() if bad else []
     first: dict[int | None, tuple[int, np.ndarray]] = {}
@@ -435,10 +436,6 @@ class _Batched:
         example = next(iter(self._recorder.programs), None)
         self._positions = {} if example is None else example.arguments
 
-    @staticmethod
-    def may_be_bad(x: Value) -> bool:
-        return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
-
     def _axis_of(self, eqn: Eqn | None, aval: Aval) -> int | None:
         """Returns where a value has the axis of lanes: as its record says, or the only one of that
         size.
@@ -462,7 +459,7 @@ class _Batched:
         inner = self._jaxpr.jaxpr
 
         def given(k: int, v: Any, x: Value) -> Marked:
-            if watch is not None or not self.may_be_bad(x):
+            if watch is not None or not may_be_bad(x):
                 return Marked(x)
             number = -1 - k
             axis = self._positions[v][1] if v in self._positions else self._axis_of(None, v.aval)
@@ -480,10 +477,10 @@ class _Batched:
             outs = [o if o.link else evaluator.input(o.value, closed_over) for o in outs]
         return evaluator, outs
 
-    def origins(self) -> list[Any]:
+    def origins(self) -> list[Value]:
         """Returns where each result comes from, for each lane."""
 
-        def run(*arrays: Value) -> list[Any]:
+        def run(*arrays: Value) -> list[Value]:
             evaluator, outs = self._evaluated(arrays)
             return evaluator.whole(outs)
 

@@ -23,7 +23,7 @@ from batchax import _compat
 from batchax.jaxprs.bodies import Body, bodies_of, control_flow, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import Eqn, Jaxpr, Tree, Value, Values
+from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Tree, Value, Values
 
 FINITE, INFINITE, NAN = 0, 1, 2
 KIND, PLACE, TURNED, FIRST_LOOP = 0, 1, 2, 3
@@ -353,7 +353,7 @@ class Evaluator:
             self._places.of_lanes.add(number)
         return link(x, number, *more, axis=axis, lanes=self._lanes)
 
-    def whole(self, values: Sequence[Marked]) -> list[Any]:
+    def whole(self, values: Sequence[Marked]) -> list[Value]:
         """Returns the origins of values; None for those that cannot be bad, or without marks."""
         find_origins([v.link for v in values if v.link is not None], self._depth, self._lanes)
         return [
@@ -365,7 +365,7 @@ class Evaluator:
         """Whether `x` may be bad, and origins are wanted: while an equation is watched they are
         not.
         """
-        return self._watch is None and _may_be_bad(x)
+        return self._watch is None and may_be_bad(x)
 
     @property
     def nowhere(self) -> Value:
@@ -536,7 +536,7 @@ def _worst_of(origins: Value) -> Value:
     return jnp.take_along_axis(origins, first, 0)[0]
 
 
-def _may_be_bad(x: Value) -> bool:
+def may_be_bad(x: Value) -> bool:
     return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
 
 
@@ -549,7 +549,7 @@ def _is_as_bad(eqn: Eqn) -> bool:
     return alike and before.dtype == after.dtype
 
 
-def operand_types(eqn: Eqn, watch: Watch | None = None) -> list[Any]:
+def operand_types(eqn: Eqn, watch: Watch | None = None) -> list[Aval]:
     """Returns the types of the operands of an equation, in a lane if one is watched."""
     types = [v.aval for v in eqn.invars]
     if watch is None or not watch.axes:
@@ -560,7 +560,7 @@ def operand_types(eqn: Eqn, watch: Watch | None = None) -> list[Any]:
     ]
 
 
-def blank_view(eqn: Eqn, watch: Watch | None = None) -> list[Any]:
+def blank_view(eqn: Eqn, watch: Watch | None = None) -> list[Value]:
     """Returns what is seen of the operands of an equation before it is met."""
     types = operand_types(eqn, watch)
     return [jnp.zeros_like(_view(jnp.zeros((), t.dtype), t.shape)) for t in types]

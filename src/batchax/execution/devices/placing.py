@@ -52,7 +52,7 @@ from batchax.kernel.named_axes import mesh_around
 from batchax.rules.masking import is_inexact
 
 
-def placed(shards: Shards, paths: Sequence[str], args: Values, positions: Positions) -> list[Any]:
+def placed(shards: Shards, paths: Sequence[str], args: Values, positions: Positions) -> list[Value]:
     """Shards lanes over the mesh, and replicates the other arguments.
 
     Sharding over other axes of the mesh is kept, and the last shards are filled up by repeating the
@@ -194,7 +194,7 @@ def _check_free(shards: Shards, path: str, x: Value, position: Position) -> None
 
 def combined(
     shards: Shards, kinds: Sequence[Result], xs: Values, returned: Sequence[bool]
-) -> list[Any]:
+) -> list[Value]:
     """Combines results of shards into those of all lanes, inside ``shard_map``.
 
     `returned` marks results that are outputs of all shards, and nothing else.
@@ -223,10 +223,10 @@ def _combined(shards: Shards, kind: Result, x: Value) -> Value:
 def _summed(shards: Shards, xs: Values) -> Sequence[Any]:
     """Sums over shards, for results that each shard returns."""
 
-    def ahead(_: Values, xs: Values) -> list[Any]:
+    def ahead(_: Values, xs: Values) -> list[Value]:
         return list(shards.summed(tuple(xs)))
 
-    def back(_: Values, shares: Sequence[Any]) -> list[Any]:
+    def back(_: Values, shares: Sequence[Any]) -> list[Value]:
         # JAX gives each shard an equal share of the cotangent of such a result. The transpose of
         # ``lax.psum`` would add the shares with an all-reduce; multiplying one is enough.
         return [x * np.asarray(shards.count, x.dtype) for x in shares]

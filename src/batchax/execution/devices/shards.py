@@ -201,7 +201,7 @@ def on_shards(
     args: Values,
     positions: Positions,
     compiled: bool = True,
-) -> tuple[list[Any], T]:
+) -> tuple[list[Value], T]:
     """Runs a function on each shard of its arguments, inside ``shard_map``.
 
     `run` returns outputs, their batch axes (None: the same on all shards), and details, which are
@@ -217,7 +217,7 @@ def on_shards(
         outs, at, more = run(*map(_joined, xs))
         return outputs.with_sharding(outs, [shards.spec(a) for a in at]), (at, more)
 
-    def on_all(one_shard: Callable[..., Any]) -> list[Any]:
+    def on_all(one_shard: Callable[..., Any]) -> list[Value]:
         mapped = jax.shard_map(
             one_shard,
             mesh=shards.mesh,
@@ -298,7 +298,7 @@ def _shard_maps(jaxpr: Jaxpr) -> Iterator[Any]:
 
 def lanes_for_all(
     axis: Axis, args: Values, positions: Positions, jaxpr: Jaxpr
-) -> tuple[int, list[Any]]:
+) -> tuple[int, list[Value]]:
     """Prepares possibly sharded lanes that do not run on shards.
 
     Returns the number of devices that each ``shard_map`` in `jaxpr` shards lanes over by
