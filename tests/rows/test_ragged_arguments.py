@@ -154,7 +154,7 @@ MISTAKES = {
         r"args\[0\] and of args\[1\] 'n', but .*: row 0 has 3 and 1": lambda: vmap(
             jnp.add, in_axes=(named("n"),) * 2
         )(X, ragged(lengths=(1, 1, 1, 1))),
-        r"x: shape \(4, None, 3\), axis 0, size 4": lambda: vmap(lambda x, y: x.sum() + y)(
+        r"x: shape \(4, n, 3\), axis 0, size 4": lambda: vmap(lambda x, y: x.sum() + y)(
             X, jnp.ones(5)
         ),
     },
