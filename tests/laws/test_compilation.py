@@ -39,12 +39,6 @@ def test_donation():
     assert x.is_deleted()
 
 
-def test_donation_inside():
-    inner = jax.jit(lambda x: x * 2, donate_argnums=0)
-    x = jnp.array(X)
-    same(bx.vmap(inner)(x), X * 2)
-
-
 def test_lowering_and_compiling_ahead_of_time():
     lowered = jax.jit(BATCHED).lower(jax.ShapeDtypeStruct((3, 4), X.dtype), W)
     compiled = lowered.compile()
@@ -52,26 +46,6 @@ def test_lowering_and_compiling_ahead_of_time():
     theirs = jax.jit(EXPECTED).lower(jax.ShapeDtypeStruct((3, 4), X.dtype), W)
     ours, theirs = (c.compile().cost_analysis() for c in (lowered, theirs))
     assert ours["flops"] <= theirs["flops"]
-
-
-def test_static_arguments():
-    @functools.partial(jax.jit, static_argnums=1)
-    def f(x, n):
-        return bx.vmap(lambda row: row[:n])(x)
-
-    same(f(X, 2), X[:, :2])
-    same(bx.vmap(jax.jit(lambda x, n: x[:n], static_argnums=1), (0, None))(X, 2), X[:, :2])
-
-
-@pytest.mark.parametrize("differentiated", [False, True])
-def test_export(differentiated):
-    def f(v):
-        if not differentiated:
-            return v
-        return jax.grad(lambda x, w: sum(t.sum() for t in v(x, w)), (0, 1))
-
-    exported = export.export(jax.jit(f(BATCHED)))(X, W)
-    same(jax.tree.leaves(exported.call(X, W)), jax.tree.leaves(f(EXPECTED)(X, W)))
 
 
 def test_export_with_derivatives():

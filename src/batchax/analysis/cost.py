@@ -32,7 +32,7 @@ from batchax.analysis.inner import Inner, integers_given, integers_in, programs_
 from batchax.cache import Cache
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import Aval, Eqn, Jaxpr
+from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Program
 
 Nanoseconds = NewType("Nanoseconds", float)
 """Of the work of lanes on a core of a CPU: what other devices do counts as much."""
@@ -40,7 +40,7 @@ Lanes = NewType("Lanes", int)
 Bytes = NewType("Bytes", int)
 
 
-def _as_one(symbol: Any) -> int:
+def _as_one(symbol: object) -> int:
     return 1
 
 
@@ -62,7 +62,7 @@ def reads_symbols() -> bool:
     return _of_symbol.get() is not _as_one
 
 
-def number_of(size: Any) -> int:
+def number_of(size: object) -> int:
     """Returns a size, or one for a symbol without a value."""
     return size if isinstance(size, int) else _of_symbol.get()(size)
 
@@ -107,9 +107,9 @@ def products_of_convolution(eqn: Eqn) -> int:
 
 
 def _pairs_of_window(
-    size: Any,
-    window: Any,
-    places: Any,
+    size: int,
+    window: int,
+    places: int,
     stride: int,
     padding: Sequence[int],
     dilation: int,
@@ -247,8 +247,7 @@ def _reduction(operations: float) -> Callable[[Any], tuple[float, float]]:
 
 
 def _reduction_by_program(eqn: Eqn) -> tuple[float, float]:
-    program = eqn.params["jaxpr"]
-    return _reduction(len(getattr(program, "jaxpr", program).eqns))(eqn)
+    return _reduction(len(_compat.jaxpr_of(eqn.params["jaxpr"]).eqns))(eqn)
 
 
 def _windows(eqn: Eqn) -> tuple[float, float]:
@@ -595,7 +594,7 @@ _costs = Cache("what programs cost", most=8192)
 
 
 def cost_of_program(
-    jaxpr: Any,
+    jaxpr: Program,
     integers: Mapping[Any, int] | None = None,
     differs: Sequence[bool] | None = None,
     steps: int = 1,
@@ -608,13 +607,13 @@ def cost_of_program(
 
 
 def costs_of_program(
-    jaxpr: Any,
+    jaxpr: Program,
     integers: Mapping[Any, int] | None = None,
     differs: Sequence[bool] | None = None,
     steps: int = 1,
 ) -> tuple[Cost, Cost]:
     """Estimates as `cost_of_program`; also the cost of the operations that are not fused."""
-    program, given = getattr(jaxpr, "jaxpr", jaxpr), integers_given(jaxpr, integers)
+    program, given = _compat.jaxpr_of(jaxpr), integers_given(jaxpr, integers)
     marks = None if differs is None else tuple(differs)
     key = (*map(given.get, (*program.constvars, *program.invars)), marks, steps)
 
@@ -633,7 +632,7 @@ def costs_of_equations(
     own = set(itertools.compress(jaxpr.invars, differs or ()))
     for eqn in jaxpr.eqns:
         marks = [not isinstance(v, Literal) and v in own for v in eqn.invars]
-        if differs is None or any(marks):  # if not, it runs once for all lanes
+        if differs is None or any(marks):
             yield cost_of_equation(eqn, integers, None if differs is None else marks, steps)
             own.update(eqn.outvars)
 
