@@ -154,9 +154,7 @@ class Compiled:
 
 
 TYPES = """
-    bool int8 uint16 int32 float16 bfloat16 float32 complex64 float8_e5m2 float8_e4m3fn int4 uint4
-    float8_e4m3b11fnuz float8_e5m2fnuz float8_e4m3fnuz int2 uint2 float8_e4m3 float8_e3m4
-    float4_e2m1fn float8_e8m0fnu
+    bool uint16 bfloat16 complex64 float8_e5m2 float8_e4m3b11fnuz int4 uint2 float4_e2m1fn
 """.split()
 
 

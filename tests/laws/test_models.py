@@ -361,18 +361,6 @@ def test_numbers_of_a_model_have_no_lanes():
     same(bx.vmap(lambda m: m.path * m.weight, rule)(numbered), 2 * XS)
 
 
-def test_a_rule_is_asked_about_arrays_alone():
-    asked = []
-
-    def rule(leaf):
-        asked.append(leaf)
-        return 0
-
-    values = {"x": XS, "n": [XS, "a", {"b"}], "f": jnp.tanh}
-    bx.vmap(lambda d, f: f(d["x"]), rule)(values, jnp.tanh)
-    assert [x is XS for x in asked] == [True, True]
-
-
 # Operations that their authors describe by objects, with a rule for batches.
 
 HIGH = {

@@ -514,10 +514,6 @@ def _sum_over_devices(
     ]
 
 
-def _same_on_all(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
-    return args  # only its type says that it may differ
-
-
 def _reshard(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     # Of what a `shard_map` closes over only the type changes, if types say nothing of the mesh.
     return p.opaque(eqn, args) if is_placed(eqn.params["dst_sharding"]) else args
@@ -526,7 +522,8 @@ def _reshard(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[
 rules_by_fact.update(is_plain_call=_call, again=_call)
 rules.update(dict.fromkeys(_WITH_RULES, _call), scan=_loop, cond=_cond, shard_map=_shard_map)
 rules["while"] = _loop
-rules.update(psum=_sum_over_devices, psum_invariant=_sum_over_devices, pvary=_same_on_all)
+# Only the type of a `pvary` says that it may differ between devices.
+rules.update(psum=_sum_over_devices, psum_invariant=_sum_over_devices, pvary=_identity)
 rules.update(reshard=_reshard)
 
 

@@ -250,27 +250,6 @@ def _reduction_by_program(eqn: Eqn) -> tuple[float, float]:
     return _reduction(len(_compat.jaxpr_of(eqn.params["jaxpr"]).eqns))(eqn)
 
 
-def _windows(eqn: Eqn) -> tuple[float, float]:
-    return size_of(eqn.outvars[0].aval) * (size_of_window(eqn) - 1), 0
-
-
-def _select_and_scatter(eqn: Eqn) -> tuple[float, float]:
-    """Counts a comparison for each element of a window, and one addition."""
-    return _read(eqn) * size_of_window(eqn), 0
-
-
-def _running_logsumexp(eqn: Eqn) -> tuple[float, float]:
-    return 8 * _read(eqn), 2 * _read(eqn)
-
-
-def _contraction(eqn: Eqn) -> tuple[float, float]:
-    return 2 * size_of(eqn.outvars[0].aval) * terms_of_contraction(eqn), 0
-
-
-def _convolution(eqn: Eqn) -> tuple[float, float]:
-    return 2 * products_of_convolution(eqn), 0
-
-
 def _sort(eqn: Eqn) -> tuple[float, float]:
     length = length_along(eqn.invars[0].aval, eqn.params.get("dimension", -1))
     return _read(eqn) * math.ceil(math.log2(max(length, 1))), 0
@@ -278,14 +257,6 @@ def _sort(eqn: Eqn) -> tuple[float, float]:
 
 def _top_k(eqn: Eqn) -> tuple[float, float]:
     return _read(eqn) * math.ceil(math.log2(number_of(eqn.params["k"]) + 1)), 0
-
-
-def _scatter(eqn: Eqn) -> tuple[float, float]:
-    return size_of(eqn.invars[2].aval), 0
-
-
-def _update_of_reference(eqn: Eqn) -> tuple[float, float]:
-    return size_of(eqn.invars[1].aval), 0
 
 
 def _random_bits(eqn: Eqn) -> tuple[float, float]:
@@ -384,8 +355,8 @@ SERIAL = _LINEAR_ALGEBRA.keys() | {n for n, (flops, _) in TRANSCENDENTAL.items()
 """Calls of a library, and sums of very many terms: what they compute, they do one after another."""
 
 FLOPS: dict[str, _Count] = {
-    "conv_general_dilated": _convolution,
-    "dot_general": _contraction,
+    "conv_general_dilated": lambda eqn: (2 * products_of_convolution(eqn), 0),
+    "dot_general": lambda eqn: (2 * size_of(eqn.outvars[0].aval) * terms_of_contraction(eqn), 0),
     "integer_pow": _power,
     "ragged_dot_general": lambda eqn: (2 * _read(eqn) * length_along(eqn.outvars[0].aval, -1), 0),
     "select_n": _selection,
@@ -397,21 +368,23 @@ FLOPS: dict[str, _Count] = {
     **dict.fromkeys(_names("argmax argmin"), _reduction(9)),  # NaN and ties are looked for
     "reduce": _reduction_by_program,
     **dict.fromkeys(
-        _names("reduce_window reduce_window_max reduce_window_min reduce_window_sum"), _windows
+        _names("reduce_window reduce_window_max reduce_window_min reduce_window_sum"),
+        lambda eqn: (size_of(eqn.outvars[0].aval) * (size_of_window(eqn) - 1), 0),
     ),
     **dict.fromkeys(
         _names("select_and_scatter select_and_scatter_add select_and_gather_add"),
-        _select_and_scatter,
+        # a comparison for each element of a window, and one addition
+        lambda eqn: (_read(eqn) * size_of_window(eqn), 0),
     ),
     **dict.fromkeys(_names("cummax cummin cumprod cumsum"), lambda eqn: (_read(eqn), 0)),
-    "cumlogsumexp": _running_logsumexp,
+    "cumlogsumexp": lambda eqn: (8 * _read(eqn), 2 * _read(eqn)),
     # order
     "sort": _sort,
     "top_k": _top_k,
     "approx_top_k": _top_k,
     # updates
-    **dict.fromkeys(SCATTERS - {"scatter"}, _scatter),
-    "addupdate": _update_of_reference,
+    **dict.fromkeys(SCATTERS - {"scatter"}, lambda eqn: (size_of(eqn.invars[2].aval), 0)),
+    "addupdate": lambda eqn: (size_of(eqn.invars[1].aval), 0),
     # random bits
     **dict.fromkeys(_names("random_bits random_split"), _random_bits),
     **dict.fromkeys(_names("rng_bit_generator rng_uniform"), _last_result),
