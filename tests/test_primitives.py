@@ -61,7 +61,7 @@ def test_few_primitives_are_left_to_jax(generated):
 def test_rules_are_of_the_family_that_asked_for_them(generated):
     table = rows(generated)
     assert table["sin"] == table["add"] == "`batchax.rules.elementwise`"
-    assert table["reduce_max"] == "`batchax.rules.elementwise`"
+    assert table["reduce_max"] == "`batchax.rules.reductions`"
 
 
 def test_page_is_up_to_date(generated):

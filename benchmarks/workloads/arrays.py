@@ -57,6 +57,21 @@ def reductions(x):
     )
 
 
+@workload("reductions", lambda n: (normal(n, 40, 3),), lanes=256)
+def distances_of_points(x):
+    return jnp.linalg.norm(x[:, None] - x + 1e-6, axis=-1)
+
+
+@workload("reductions", lambda n: (normal(n, 2),), lanes=10_000)
+def nearest_of_ten_centers(x):
+    return jnp.argmin(jnp.sum((x - jnp.arange(20.0).reshape(10, 2)) ** 2, -1))
+
+
+@workload("reductions", lambda n: (normal(n, 3), normal(n, 3, seed=1)), lanes=10_000)
+def angles_of_vectors(x, y):
+    return jnp.arccos(jnp.dot(x, y) / (jnp.linalg.norm(x) * jnp.linalg.norm(y)))
+
+
 @workload("reductions", lambda n: (normal(n, 1024),), lanes=1024)
 def softmax_and_logsumexp(x):
     return jax.nn.softmax(x), jax.nn.logsumexp(x), jax.nn.log_softmax(x)[0]

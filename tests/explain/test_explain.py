@@ -35,7 +35,7 @@ def test_each_equation_has_its_types_axes_line_and_rule():
         ("1", "dot_general", "own", "rules.contraction"),
         ("2", "add", "own", "rules.elementwise"),
         ("3", "tanh", "own", "rules.elementwise"),
-        ("4", "reduce_sum", "own", "rules.elementwise"),
+        ("4", "reduce_sum", "own", "rules.reductions"),
         ("5", "reduce_sum", "once", ""),
         ("6", "add", "own", "rules.elementwise"),
     ]

@@ -27,6 +27,7 @@ from batchax.rows.row_rules import call_later
 from batchax.rows.sizes import found_places_p
 from batchax.rules.calls import in_turn
 from batchax.rules.in_place import some_active_p
+from batchax.rules.reductions import short_reduction_p
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
 
@@ -235,6 +236,10 @@ AROUND = {
     ),
     "summed": lambda f: (lambda x: outer_product_sum_p.bind(f(x), x, terms=()), f),
     "small_matrices": lambda f: (together(factored(f)), lambda x: f(x) * f(x)),
+    "short_reduction": lambda f: (
+        lambda x: short_reduction_p.bind(x * TABLE + f(x), of="reduce_max", over=(0,)),
+        lambda x: jnp.max(x * TABLE + f(x)),
+    ),
     "sorted_floats": lambda f: (
         each(sorting(f, functools.partial(sorted_floats_p.bind, dimension=0)), bx.vmap),
         each(sorting(f)),

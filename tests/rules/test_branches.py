@@ -287,3 +287,14 @@ def test_what_one_branch_keeps_for_its_derivative_is_selected_for_nobody():
     x = x.at[1].set(-1.0)
     for value in jax.tree.leaves(bx.vmap(gradient, (0, 0, None))(which[:2], x[:2], jnp.abs(w))):
         assert jnp.isfinite(value).all()
+
+
+def test_a_decomposition_is_skipped_where_no_lane_takes_its_branch():
+    f = lambda p, x: lax.cond(p, jnp.linalg.inv, lambda x: 2 * x, x)
+    loss = lambda p, x: jnp.sum(f(p, x) ** 2)
+    x = example((4, 3, 3)) + 3 * jnp.eye(3)
+    assert "cond" in primitives(bx.vmap(f), P, x)
+    for p in (P, jnp.zeros(4, bool), jnp.ones(4, bool)):
+        for g in (f, jax.grad(loss, 1)):
+            expected = jnp.stack([g(*each) for each in zip(p, x, strict=True)])
+            same(jax.jit(bx.vmap(g))(p, x), expected)

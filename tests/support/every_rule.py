@@ -30,6 +30,7 @@ from batchax.rules.in_place import some_active_p
 from batchax.rules.linalg import small_matrices_p
 from batchax.rules.masking import safe_lanes
 from batchax.rules.random import drawn_p
+from batchax.rules.reductions import SHORT, short_reduction_p
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
 from rules.test_collectives import COLLECTIVES
@@ -147,9 +148,12 @@ def _elementwise():
     return {**programs, "bitcast_convert_type": (cast, X)}
 
 
-def _reduction():
+OF_ANY_LENGTH = DTYPES.keys() - SHORT
+
+
+def _reduction(names):
     programs = {
-        name: (reduction(name, (1,)), several(2, 4, dtype=d[0])) for name, d in DTYPES.items()
+        name: (reduction(name, (1,)), several(2, 4, dtype=DTYPES[name][0])) for name in names
     }
     for name in programs:
         if name.startswith("cum"):
@@ -157,7 +161,7 @@ def _reduction():
     several_at_once = lambda x, i: lax.reduce(
         (x, i), (jnp.float32(0), jnp.int32(0)), lambda a, b: (a[0] + b[0], a[1] * b[1]), (0,)
     )
-    return {**programs, "reduce": (several_at_once, X, N)}
+    return programs | ({} if names == SHORT else {"reduce": (several_at_once, X, N)})
 
 
 def _over_lanes(fun):
@@ -474,6 +478,9 @@ def _own():
                 M,
             )
         },
+        "rules.reductions": {
+            "short_reduction": (partial(short_reduction_p.bind, of="reduce_sum", over=(0,)), X)
+        },
         "rules.sorting_by_image": {
             "sorted_floats": (partial(sorted_floats_p.bind, dimension=0), X)
         },
@@ -535,7 +542,8 @@ for _module, _programs in (
         {"ragged_dot_general": (lax.ragged_dot, M, several(2, 3, 5), several(2, dtype=jnp.int32))},
     ),
     ("rules.random", _random()),
-    ("rules.elementwise", _reduction()),
+    ("rules.elementwise", _reduction(OF_ANY_LENGTH)),
+    ("rules.reductions", _reduction(SHORT)),
     ("rules.references", _references()),
     ("rules.shape", _shape()),
     ("rules.sharding", {"shard_map": (_on_devices, several(4))}),

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal
 from jax.sharding import AxisType
 
 from batchax import _compat
@@ -130,7 +129,7 @@ def typed(aval: Aval) -> tuple[tuple[Any, ...], Any]:
     return (), value_key(aval)
 
 
-def is_placed(sharding: object) -> bool:
+def is_placed(sharding: Any) -> bool:
     """Returns whether a sharding is part of types, which name axes of type Explicit only."""
     types = getattr(getattr(sharding, "mesh", None), "axis_types", (AxisType.Explicit,))
     return sharding is not None and AxisType.Explicit in types
@@ -173,7 +172,7 @@ class CanonicalProgram:
         params: Hashable,
         refs: Sequence[Any],
         shape: Sequence[Any],
-        dtype: object,
+        dtype: Any,
         also: Sequence[int] = (),
     ) -> int:
         """Returns the node of an operation.
@@ -187,7 +186,7 @@ class CanonicalProgram:
         return number
 
     def leaf(
-        self, name: str, params: Hashable, reads: Sequence[int], shape: Sequence[Any], dtype: object
+        self, name: str, params: Hashable, reads: Sequence[int], shape: Sequence[Any], dtype: Any
     ) -> int:
         return self.node(None, name, params, [(r,) for r in reads], shape, dtype)
 
@@ -245,7 +244,7 @@ class CanonicalProgram:
     def _read(self, jaxpr: Jaxpr, inputs: Sequence[CanonicalValue]) -> list[CanonicalValue]:
         consts = len(jaxpr.constvars)
 
-        def number(literal: Literal) -> CanonicalValue:
+        def number(literal: Any) -> CanonicalValue:
             return self.constant(literal.val, literal.aval)
 
         return evaluate(jaxpr, inputs[:consts], inputs[consts:], self._equation, number)

@@ -11,8 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import jax
+from typing import Any
 
 
 class UnreadableProgram(Exception):
@@ -71,7 +70,7 @@ _ALIASES = re.compile(
 )
 
 
-def read_module(compiled: jax.stages.Compiled) -> Module:
+def read_module(compiled: Any) -> Module:
     """Parses a compiled program.
 
     Raises UnreadableProgram if XLA does not return it, or without a schedule.

@@ -46,12 +46,11 @@ from batchax.rows.sizes import (
     Lengths,
     Shape,
     SizeOfRow,
-    has_symbols,
+    is_symbolic,
     line_of,
     names_of,
     needs_number,
     question_of,
-    ragged_axes,
 )
 from batchax.rules.callbacks import calls_in
 
@@ -134,13 +133,6 @@ def check_size_name(name: object, maker: str) -> None:
     if not isinstance(name, str) or not name.isidentifier() or name in _OPERATIONS:
         raise ArgumentTypeError(
             f'{maker}() takes a name for the size of rows, such as {maker}("n"), got {brief(name)}.'
-        )
-
-
-def check_max_size(max_size: int | None, called: str) -> None:
-    if max_size is not None and not (is_position(max_size) and max_size >= 0):
-        raise ArgumentTypeError(
-            f"{called}: max_size must be a non-negative int, got {brief(max_size)}."
         )
 
 
@@ -232,7 +224,10 @@ def size(name: str, max_size: int | None = None) -> LaneSize:
       [ 3  0 10]
     """
     check_size_name(name, "size")
-    check_max_size(max_size, "size()")
+    if max_size is not None and not (is_position(max_size) and max_size >= 0):
+        raise ArgumentTypeError(
+            f"size(): max_size must be a non-negative int, got {brief(max_size)}."
+        )
     return LaneSize(name, max_size)
 
 
@@ -482,7 +477,8 @@ def with_room(data: Value, axis: int, capacity: int) -> Value:
 
 def place_ragged(output: OutputArray, shape: Shape) -> OutputArray:
     """Where an output of that shape for each row, with symbols, goes before it is packed."""
-    if not has_symbols(shape):
+    ragged = [i for i, dim in enumerate(shape) if is_symbolic(dim)]
+    if not ragged:
         return output
     shown = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
     if output.spec is AUTO or output.spec == 0:
@@ -518,7 +514,7 @@ def as_ragged(
     if isinstance(padded, Ragged):  # of rows of one length together, whose bound is their own
         padded = padded.to_padded()
     sizes_found = sizes_found or {}
-    axes = tuple(ragged_axes(shape))
+    axes = tuple(i for i, dim in enumerate(shape) if is_symbolic(dim))
     dims = [shape[at] for at in axes]
     bounds = [padded.shape[at + 1] for at in axes]
     if len(dims) == 1:
@@ -550,7 +546,7 @@ def as_shorter(
     arguments: Sequence[tuple[Mapped, SizesOf]],
 ) -> Ragged:
     """Rows that are where longer ones were, as a `Ragged`: see `as_ragged`."""
-    (axis,) = ragged_axes(shape)
+    (axis,) = (i for i, dim in enumerate(shape) if is_symbolic(dim))
     bounds = {size.name: size.bound for size in sizes}
     named = shorter(shape[axis], bounds)
     assert named is not None

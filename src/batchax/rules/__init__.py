@@ -16,6 +16,7 @@ from batchax.rules import linalg as linalg
 from batchax.rules import loops as loops
 from batchax.rules import masking as masking
 from batchax.rules import random as random
+from batchax.rules import reductions as reductions
 from batchax.rules import references as references
 from batchax.rules import shape as shape
 from batchax.rules import sharding as sharding

@@ -26,8 +26,9 @@ from batchax.kernel.axis import (
     sharding_with_axis,
     shift_dims,
 )
-from batchax.kernel.registry import register_rule
+from batchax.kernel.registry import matched, register_rule
 from batchax.rules.linalg import with_lanes_last
+from batchax.rules.reductions import is_short, short_reduction
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -38,6 +39,9 @@ enter(
     : scaled_dot
     """
 )
+
+
+_OF_VECTORS = (((0,), (0,)), ((), ()))  # the dimensions of their dot product
 
 
 @register_rule(lax.dot_general_p)
@@ -54,6 +58,11 @@ def _dot_general(
 ) -> Batched:
     (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
     both = lhs_axis is not None and rhs_axis is not None
+    vectors = both and lhs.ndim == rhs.ndim == 2 and dimension_numbers == _OF_VECTORS
+    alike = both and {params["preferred_element_type"] or lhs.dtype, rhs.dtype} == {lhs.dtype}
+    if vectors and alike and is_short(lhs, lhs_axis, (0,)):
+        (x, y), position = matched(axis, args, axes)
+        return short_reduction("reduce_sum", lax.mul(x, y), position, (0,))
     if both and max(lhs.ndim, rhs.ndim) == 3:
         kept = dict(
             dimension_numbers=dimension_numbers,

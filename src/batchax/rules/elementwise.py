@@ -35,6 +35,7 @@ from batchax.kernel.registry import (
     register_rule,
     vectorized,
 )
+from batchax.rules.reductions import SHORT, reducing_few_or_many
 
 UNARY = enter(
     """
@@ -67,7 +68,7 @@ for _names, _make in ((UNARY, vectorized), (NARY, broadcasting)):
     for _name in _names:
         _primitive = _compat.find_primitive(_name)
         if _primitive is not None:  # a few exist in newer JAX only
-            _make(_primitive)
+            (reducing_few_or_many if _name in SHORT else _make)(_primitive)
 
 
 _add_any_p: Any = _compat.find_primitive("add_any")
@@ -170,7 +171,7 @@ for _names, _make in ((REDUCTIONS, reducing), (CUMULATIVE, _cumulative)):
     for _name in _names:
         _primitive = _compat.find_primitive(_name)
         assert _primitive is not None
-        _make(_primitive)
+        (reducing_few_or_many if _name in SHORT else _make)(_primitive)
 
 
 @register_rule(lax.reduce_p)

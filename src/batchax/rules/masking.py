@@ -44,7 +44,7 @@ class Hazards:
     # A loop that ends on values, or a callback: it must not see operands of lanes that do not run
     # it.
     endless: bool
-    # A loop or a callback: worth skipping if no lane runs it.
+    # A loop, a callback or a decomposition: worth skipping if no lane runs it.
     costly: bool
     # Lanes see each other. As in ``jax.vmap`` a collective counts all lanes of its axis, also those
     # that drop the result. Their operands stay, and the program runs even if no lane needs it.
@@ -60,7 +60,7 @@ def hazards(jaxpr: Jaxpr) -> Hazards:
         nonlinear=not all(map(_is_linear, eqns)),
         immoderate=not all(f.moderate for f in facts),
         endless=any(f.endless for f in facts),
-        costly=any(f.costly for f in facts),
+        costly=any(f.costly or f.library for f in facts),
         collective=any(map(_is_collective, eqns)),
     )
 

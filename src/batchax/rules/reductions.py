@@ -1,0 +1,192 @@
+"""Reductions over few elements, which a CPU computes in less time as terms.
+
+XLA's CPU compiler makes of a sum of floats, and of their maximum and minimum, a call of a library
+of vectorized loops. That takes 4 to 25 nanoseconds for each result, however few elements there are,
+and what is reduced is no longer computed in the same pass. The length of vectors in space takes 5
+to 15 times as long as their sum written as ``x[..., 0] + x[..., 1] + x[..., 2]``.
+
+So the primitive here stands for a reduction, whose derivative it has, and is lowered for a CPU as
+terms. Elsewhere it is the reduction itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+from jax.interpreters import ad
+
+from batchax import _compat
+from batchax.analysis.one_function import TERMS, as_terms
+from batchax.jaxprs.bodies import with_inside
+from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions, shift_dims
+from batchax.kernel.interpreter import Place
+from batchax.kernel.own_primitive import OF_OPERATIONS, declare, jvp_of, own_primitive
+from batchax.kernel.registry import reducing, reducing_rule, register_looking
+
+_RESULTS = 2048  # of fewer, both ways take as long (the benchmark `vmap`, "distances of points")
+
+short_reduction_p = declare("short_reduction", several=False)
+
+
+def _bind(of: str, x: Value, over: tuple[int, ...]) -> jax.Array:
+    return short_reduction_p.bind(x, of=of, over=over)
+
+
+def _operations(x: Value, *, of: str, over: tuple[int, ...]) -> jax.Array:
+    return _REDUCTIONS[of](x, over)
+
+
+_REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
+    "reduce_sum": lax.reduce_sum,
+    "reduce_max": lax.reduce_max,
+    "reduce_min": lax.reduce_min,
+}
+
+
+def _types(x: Aval, *, of: str, over: tuple[int, ...]) -> Aval:
+    primitive: Any = _compat.find_primitive(of)
+    out, _ = primitive.abstract_eval(x, axes=over, out_sharding=None)
+    return out
+
+
+def _rule(
+    axis: Axis, args: Values, axes: Positions, /, *, of: str, over: tuple[int, ...]
+) -> tuple[jax.Array, Position]:
+    ((x,), (position,)) = args, axes
+    return short_reduction(of, x, position, over)
+
+
+def short_reduction(
+    of: str, x: Value, position: Position, over: Sequence[int]
+) -> tuple[jax.Array, Position]:
+    assert position is not None  # a rule is called for what is batched
+    dims = tuple(shift_dims(over, position))
+    return _bind(of, x, dims), position - sum(d < position for d in dims)
+
+
+def _jvp(
+    primals: Values, tangents: Values, *, of: str, over: tuple[int, ...]
+) -> tuple[jax.Array, Any]:
+    ((x,), (dx,)) = primals, tangents
+    if type(dx) is not ad.Zero and _compat.fuses_reductions():
+        # What surrounds the derivative is not known here.
+        return _jvp_of_operations(primals, tangents, of=of, over=over)
+    out = _bind(of, x, over)
+    if type(dx) is ad.Zero:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    if of == "reduce_sum":
+        return out, _bind(of, dx, over)
+    # As JAX has it: elements equal to the extreme share its derivative evenly.
+    at_best = lax.eq(x, jnp.broadcast_to(jnp.expand_dims(out, over), x.shape)).astype(x.dtype)
+    total = lambda x: _bind("reduce_sum", x, over)
+    return out, lax.div(total(lax.mul(dx, at_best)), total(at_best))
+
+
+_jvp_of_operations = jvp_of(_operations, short_reduction_p)
+
+
+def _on_cpu(x: Value, *, of: str, over: tuple[int, ...]) -> jax.Array:
+    # Stored for all its users, as the library stores it: else each recomputes it.
+    return lax.optimization_barrier(as_terms(of, x, over))
+
+
+own_primitive(
+    short_reduction_p,
+    called="a reduction over few elements",
+    operations=_operations,
+    on_cpu=_on_cpu,
+    types=_types,
+    programs=(),
+    facts="moderate",
+    rule=_rule,
+    jvp=_jvp,
+    transpose=OF_OPERATIONS,
+    several=False,
+)
+
+
+def is_short(x: Value, position: int, over: Sequence[int]) -> bool:
+    """Whether `x` has few elements to reduce, and many results, of floats that a library takes."""
+    aval = jax.typeof(x)
+    known = all(isinstance(n, int) for n in aval.shape)
+    if not known or aval.dtype not in (np.float32, np.float64):
+        return False
+    count = math.prod(aval.shape[d] for d in shift_dims(over, position))
+    split = any(entry is not None for entry in aval.sharding.spec)
+    return 1 < count <= TERMS and math.prod(aval.shape) >= _RESULTS * count and not split
+
+
+def _is_fused(place: Place | None) -> bool:
+    """Whether XLA's library does more than this reduction in one pass, of a jaxlib that can."""
+    # From jaxlib 0.11 on the library takes what surrounds a reduction as well. It vectorizes sines
+    # of adjacent elements, which terms do not read. And where results are spread over as many
+    # elements again, to be reduced along longer dimensions, as by the gradient of an energy of
+    # pairs, it does all in one pass. Other surroundings were found to be faster with terms.
+    if place is None or not _compat.fuses_reductions():
+        return False
+    run, eqn = place
+    if "made" not in run.found:
+        run.found["made"] = {v: e for e in run.jaxpr.eqns for v in e.outvars}
+    return _of_sines(eqn, run.found["made"]) or _is_spread_andshort_reduction(eqn, run.jaxpr)
+
+
+def _of_sines(eqn: Eqn, made: dict[Any, Eqn]) -> bool:
+    seen, left = {id(eqn)}, [eqn]
+    while left and len(seen) <= _FUSED:
+        read = (v for v in left.pop().invars if not isinstance(v, Literal))
+        for before in (made[v] for v in read if v in made):
+            if before.primitive in (lax.sin_p, lax.cos_p):
+                return True
+            if id(before) not in seen:
+                seen.add(id(before))
+                left.append(before)
+    return False
+
+
+_FUSED = 16  # operations before a reduction that are looked at
+
+
+def _is_spread_andshort_reduction(eqn: Eqn, jaxpr: Jaxpr) -> bool:
+    size = math.prod(eqn.invars[0].aval.shape)
+    reached = set(eqn.outvars)
+    for later in jaxpr.eqns:
+        read = [v for v in later.invars if not isinstance(v, Literal) and v in reached]
+        if not read:
+            continue
+        reached.update(later.outvars)
+        inside = [e for e in with_inside([later]) if e.primitive.name in _REDUCTIONS]
+        if any(_is_long(e) and math.prod(e.invars[0].aval.shape) >= size for e in inside):
+            return True
+    return False
+
+
+def _is_long(eqn: Eqn) -> bool:
+    shape = eqn.invars[0].aval.shape
+    return math.prod(shape[d] for d in eqn.params["axes"]) > TERMS
+
+
+SHORT = frozenset(_REDUCTIONS)
+"""The names of primitives that may be short reductions."""
+
+
+def reducing_few_or_many(primitive: _compat.Primitive) -> None:
+    """Registers one of `SHORT`, as `reducing` does where there is nothing to gain."""
+    reducing(primitive)
+    whole = reducing_rule(primitive)
+
+    @register_looking(primitive)
+    def rule(
+        axis: Axis, args: Values, axes: Positions, /, *, place: Place | None = None, **params: Any
+    ) -> tuple[Any, Any]:
+        ((x,), (position,)) = args, axes
+        if not is_short(x, position, params["axes"]) or _is_fused(place):
+            return whole(axis, args, axes, **params)
+        return short_reduction(primitive.name, x, position, params["axes"])
