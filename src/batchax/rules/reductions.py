@@ -73,15 +73,16 @@ def short_reduction(
 
 
 def _jvp(
-    primals: Values, tangents: Values, *, of: str, over: tuple[int, ...]
+    primals: Values, tangents: Sequence[Any], *, of: str, over: tuple[int, ...]
 ) -> tuple[jax.Array, Any]:
     ((x,), (dx,)) = primals, tangents
-    if type(dx) is not ad.Zero and _compat.fuses_reductions():
+    if isinstance(dx, ad.Zero):
+        out = _bind(of, x, over)
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    if _compat.fuses_reductions():
         # What surrounds the derivative is not known here.
         return _jvp_of_operations(primals, tangents, of=of, over=over)
     out = _bind(of, x, over)
-    if type(dx) is ad.Zero:
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     if of == "reduce_sum":
         return out, _bind(of, dx, over)
     # As JAX has it: elements equal to the extreme share its derivative evenly.
@@ -113,8 +114,9 @@ own_primitive(
 )
 
 
-def is_short(x: Value, position: int, over: Sequence[int]) -> bool:
+def is_short(x: Value, position: Position, over: Sequence[int]) -> bool:
     """Whether `x` has few elements to reduce, and many results, of floats that a library takes."""
+    assert position is not None
     aval = jax.typeof(x)
     known = all(isinstance(n, int) for n in aval.shape)
     if not known or aval.dtype not in (np.float32, np.float64):
