@@ -70,13 +70,13 @@ def blank(aval: Aval, number: int) -> Value:
 
 
 def scan_slices(
-    step: Callable[[Value, Values, list[Value]], Values],
-    carry: Values,
+    step: Callable[[Value, list[Value], list[Value]], list[Value]],
+    carry: list[Value],
     xs: Values,
     axes: Sequence[int | None],
     width: int,
     count: int,
-) -> Values:
+) -> list[Value]:
     """Runs `step` for each of `count` slices of `width` entries, and returns the last carry.
 
     `step` maps (index, carry, parts) to the carry; `axes` are those sliced, None for a whole array.
