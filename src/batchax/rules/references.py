@@ -33,7 +33,7 @@ for _name in ("new_ref", "freeze"):
 
 
 class _Slice(Protocol):
-    """Describes a slice of JAX's, which starts anywhere."""
+    """Describes a slice in JAX, which starts anywhere."""
 
     start: Any
     size: int
