@@ -22,7 +22,6 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.analysis.cost import LAUNCH, STEPS, VECTORIZED, cost_of_program
 from batchax.custom_rules.call import (
-    Batched,
     BatchedFlat,
     DerivativeStep,
     Flags,
@@ -47,7 +46,7 @@ from batchax.custom_rules.call import (
 from batchax.custom_rules.rule import UserRule
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Positions
+from batchax.kernel.axis import Axis, Positions, RuleOutputs
 from batchax.kernel.inner import batch_function, stage_function
 from batchax.kernel.interpreter import Place
 from batchax.kernel.own_primitive import Flat, own_primitive
@@ -119,7 +118,7 @@ def _batched(
     steps: tuple[DerivativeStep, ...],
     rule: UserRule,
     place: Place | None = None,
-) -> Batched:
+) -> RuleOutputs:
     flags = [a is not None for a in axes]
     named = axis.name is not None and axis.name in _compat.named_axes(jaxpr.effects)
     # Nothing is batched, and no collective is over the axis: the call stays as it is.
@@ -156,7 +155,7 @@ def _by_rule(
     args: Values,
     axes: Positions,
     place: Place | None,
-) -> Batched:
+) -> RuleOutputs:
     """Applies derivative `steps` to what the rule computes, and saves what a later call needs."""
     kept = {} if place is None else place[0].kept
     if place is not None and id(place[1]) in kept:

@@ -29,7 +29,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.evaluate import Rewriter, plan
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
-from batchax.kernel.axis import Axis, Position, Positions, axis_to_front, match_axis
+from batchax.kernel.axis import Axis, Position, Positions, RuleOutputs, axis_to_front, match_axis
 from batchax.kernel.captured import captured_tracers
 from batchax.kernel.inner import batch_function, batched_aval, example_aval, stage_described
 from batchax.kernel.interpreter import ProgramRun, interpret
@@ -403,10 +403,6 @@ def transpose(
     return results
 
 
-Batched = tuple[Sequence[Any], Positions]
-"""Values, and where they have the batch axis."""
-
-
 @dataclass(frozen=True)
 class SavedValues:
     """Describes the call `eqn`; a call before it computes `first` tangents of its results."""
@@ -481,13 +477,15 @@ def _identity(v: Var | Literal) -> Hashable:
 
 def with_pullback(
     axis: Axis, function: BatchedFlat, args: Values, later: Pullbacks
-) -> tuple[Batched, Callable[..., Batched]]:
+) -> tuple[RuleOutputs, Callable[..., RuleOutputs]]:
     """Evaluates a function of batches, and returns the pullback that `later` calls use."""
     (outs, pull), out_flags = _compat.described(
         function, lambda arrays: pullback_of(arrays, args, later.moving, later.of)
     )
 
-    def pullback(directions: Sequence[MappedStep], operands: Values, axes: Positions) -> Batched:
+    def pullback(
+        directions: Sequence[MappedStep], operands: Values, axes: Positions
+    ) -> RuleOutputs:
         count = len(later.of)
         flags = [a is not None for a in axes[-count:]]
 
@@ -505,7 +503,7 @@ def with_pullback(
 
 def with_pullback_of_one(
     axis: Axis, function: Flat, args: Values, axes: Positions, later: Pullbacks
-) -> tuple[Batched, Callable[..., Batched]]:
+) -> tuple[RuleOutputs, Callable[..., RuleOutputs]]:
     """Does so for a function of one example, which is batched operation by operation."""
 
     def forward(*xs: Value) -> tuple[list[Any], Any]:
@@ -524,7 +522,9 @@ def with_pullback_of_one(
     def reverse(*xs: Value) -> list[Any]:
         return list(jax.tree.unflatten(structure, xs[:count])(list(xs[count:])))
 
-    def pullback(directions: Sequence[MappedStep], operands: Values, axes: Positions) -> Batched:
+    def pullback(
+        directions: Sequence[MappedStep], operands: Values, axes: Positions
+    ) -> RuleOutputs:
         steps = [MappedStep(d.axis, (*same, *d.mapped)) for d in directions]
         given = [*outs[first:], *operands[-len(later.of) :]]
         places = [*out_axes[first:], *axes[-len(later.of) :]]
@@ -537,5 +537,5 @@ def to_front(axis: Axis, x: Value, position: Position) -> Value:
     return x if position is None else axis_to_front(axis, x, position)
 
 
-def positions(outs: Values, flags: Flags) -> Batched:
+def positions(outs: Values, flags: Flags) -> RuleOutputs:
     return outs, [0 if batched else None for batched in flags]

@@ -32,7 +32,7 @@ Position = int | None
 
 Positions = Sequence[Position]
 
-Batched = tuple[Any, Any]
+RuleOutputs = tuple[Any, Any]
 """What a rule returns: the result and its batch axis, or lists of both."""
 
 

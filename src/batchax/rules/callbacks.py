@@ -27,9 +27,9 @@ from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     Axis,
-    Batched,
     Position,
     Positions,
+    RuleOutputs,
     axis_to_front,
     expand_axis,
     move_axis,
@@ -171,7 +171,7 @@ def _batched(
     program: ClosedJaxpr,
     shared: Sequence[bool],
     placed: bool,
-) -> Batched:
+) -> RuleOutputs:
     recording.note(service="lanes")
     count = 1 + placed  # operands that say whether a lane is active
     active, active_at, xs, xs_at = args[0], axes[0], args[count:], axes[count:]
@@ -299,7 +299,7 @@ def _by_method(primitive: _compat.Primitive) -> None:
     @register_rule(primitive)
     def rule(
         axis: Axis, args: Values, axes: Positions, /, *, vmap_method: str | None, **params: Any
-    ) -> Batched:
+    ) -> RuleOutputs:
         if vmap_method in _SEQUENTIAL:
             params, unroll = {"vmap_method": vmap_method, **params}, vmap_method != _SEQUENTIAL[0]
             return lane_after_lane(axis, primitive, args, axes, params, unroll)
@@ -373,47 +373,43 @@ def _lane_by_lane(primitive: _compat.Primitive) -> None:
     """Registers `primitive`, which has effects, to run once for each lane in order."""
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
         return lane_after_lane(axis, primitive, args, axes, params)
 
 
-def _on_the_batch(primitive: _compat.Primitive) -> None:
-    """Registers `primitive`, which inspects a value and has no results."""
+for _name in ("pure_callback", "ffi_call"):
+    if (_primitive := _compat.find_primitive(_name)) is not None:
+        _by_method(_primitive)
+for _name in ("io_callback", "debug_callback", "debug_print"):
+    if (_primitive := _compat.find_primitive(_name)) is not None:
+        _lane_by_lane(_primitive)
 
-    @register_rule(primitive)
-    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
-        primitive.bind(*args, **params)
+
+_inspect_sharding_p: Any = _compat.find_primitive("inspect_sharding")
+_check_p: Any = _compat.find_primitive("check")
+
+
+@register_rule(_inspect_sharding_p)
+def _inspect_sharding(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
+    _inspect_sharding_p.bind(*args, **params)  # of the whole batch; it has no results
+    return [], []
+
+
+@register_rule(_check_p)
+def _check(
+    axis: Axis, args: Values, axes: Positions, /, *, err_tree: Any, **params: Any
+) -> RuleOutputs:
+    """Reports the first lane that fails."""
+    # Without lanes, no check can fail.
+    if axis.size == 0:
         return [], []
-
-
-def _check(primitive: _compat.Primitive) -> None:
-    """Registers ``checkify.check`` to report the first lane that fails."""
-
-    @register_rule(primitive)
-    def rule(
-        axis: Axis, args: Values, axes: Positions, /, *, err_tree: Any, **params: Any
-    ) -> Batched:
-        # Without lanes, no check can fail.
-        if axis.size == 0:
-            return [], []
-        args = [x if a is None else move_axis(x, a, 0) for x, a in zip(args, axes, strict=True)]
-        count = failures(err_tree)
-        failed = functools.reduce(jnp.logical_or, args[:count])
-        first = jnp.argmax(failed) if jnp.ndim(failed) else 0
-        args = [
-            x if a is None else lax.dynamic_index_in_dim(x, first, 0, keepdims=False)
-            for x, a in zip(args, axes, strict=True)
-        ]
-        primitive.bind(*args, err_tree=err_tree, **params)
-        return [], []
-
-
-for _names, _make in (
-    ("pure_callback ffi_call", _by_method),
-    ("io_callback debug_callback debug_print", _lane_by_lane),
-    ("inspect_sharding", _on_the_batch),
-    ("check", _check),
-):
-    for _name in _names.split():
-        if (_primitive := _compat.find_primitive(_name)) is not None:
-            _make(_primitive)
+    args = [x if a is None else move_axis(x, a, 0) for x, a in zip(args, axes, strict=True)]
+    count = failures(err_tree)
+    failed = functools.reduce(jnp.logical_or, args[:count])
+    first = jnp.argmax(failed) if jnp.ndim(failed) else 0
+    args = [
+        x if a is None else lax.dynamic_index_in_dim(x, first, 0, keepdims=False)
+        for x, a in zip(args, axes, strict=True)
+    ]
+    _check_p.bind(*args, err_tree=err_tree, **params)
+    return [], []

@@ -21,7 +21,7 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import body_parameter, enter, facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Tree, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Batched, Positions, move_axis
+from batchax.kernel.axis import Axis, Positions, RuleOutputs, move_axis
 from batchax.kernel.captured import Captured, program_behind
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner
 from batchax.kernel.interpreter import Place, interpret
@@ -120,7 +120,7 @@ def _transpose(cotangents: Values, *operands: Value, count: int) -> list[Any]:
     return [ct if type(ct) is ad.Zero else next(computed) for ct in cotangents]
 
 
-def _batched(axis: Axis, args: Values, axes: Positions, /, *, count: int) -> Batched:
+def _batched(axis: Axis, args: Values, axes: Positions, /, *, count: int) -> RuleOutputs:
     return in_turn_p.bind(*args, count=count), axes
 
 
@@ -157,7 +157,7 @@ def _call(name: str) -> None:
     @register_looking(name)
     def rule(
         axis: Axis, args: Values, axes: Positions, /, *, place: Place | None = None, **params: Any
-    ) -> Batched:
+    ) -> RuleOutputs:
         primitive = _compat.find_primitive(name)
         assert primitive is not None
         body = _compat.close(params[body_parameter(primitive, params)])
@@ -197,7 +197,7 @@ def _jit(
     jaxpr: ClosedJaxpr,
     place: Place | None = None,
     **params: Any,
-) -> Batched:
+) -> RuleOutputs:
     inner, read = _inside(axis, jaxpr, place)
     body, out_axes = batch_inner(inner, jaxpr, axes, varying=varying_of(args), read=read)
     for which, positions in (("in", axes), ("out", out_axes)):
@@ -215,7 +215,7 @@ _jit_p: Any = _compat.find_primitive("jit")
 
 
 @register_rule("composite")
-def _composite(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
+def _composite(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
     # A composite declares to a compiler that its body is the operation of that name, for
     # arrays of these ranks. With one more axis that is no longer so: what remains is
     # the body.
@@ -226,7 +226,7 @@ def _composite(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> B
 @register_rule("run_state")
 def _run_state(
     axis: Axis, args: Values, axes: Positions, /, *, jaxpr: Any, **params: Any
-) -> Batched:
+) -> RuleOutputs:
     # A loop over references that it makes itself: they are made here, and the engine
     # settles which of them need a part for each lane.
     def one_example(*xs: Value) -> list[Any]:
@@ -248,7 +248,7 @@ def _custom_vmap(
     rule: Callable[..., tuple[Tree, Tree]],
     in_tree: object,
     out_tree: object,
-) -> Batched:
+) -> RuleOutputs:
     in_batched = jax.tree.unflatten(in_tree, [a is not None for a in axes])
     if any(jax.tree.leaves(_closed_over(in_batched))):
         # The function closes over a batched value, of which its rule knows nothing.
@@ -286,7 +286,7 @@ def _linear_call(
     transpose_thunk: Callable[..., Any],
     num_callee_consts: int,
     num_res: int,
-) -> Batched:
+) -> RuleOutputs:
     first_linear = num_callee_consts + num_res
     linear_axes = axes[first_linear:]
     called = _compat.name_and_place(callee.jaxpr)
@@ -330,7 +330,7 @@ def _remat_opt(
     num_res: int,
     fwd_jaxpr: ClosedJaxpr,
     fun_jaxpr_thunk: Callable[..., Any],
-) -> Batched:
+) -> RuleOutputs:
     varying = varying_of(args[num_consts:])  # rules that live on must not hold values
     forward, out_axes = batch_inner(axis, fwd_jaxpr, axes, varying=varying_of(args))
     (forward,), consts = _compat.hoist_constants(forward)
@@ -364,7 +364,7 @@ _remat_opt_p: Any = _compat.find_primitive("remat_opt")
 
 
 @register_rule("call_hi_primitive")
-def _call_hi_primitive(axis: Axis, args: Values, axes: Positions, /, *, _prim: Any) -> Batched:
+def _call_hi_primitive(axis: Axis, args: Values, axes: Positions, /, *, _prim: Any) -> RuleOutputs:
     by_default = _compat.as_made_by_default(_prim)
     if by_default is not None:  # The object's own method miscounts cotangents of shared outputs.
         with _compat.named_scope(axis.name, axis.size), without_mesh():
@@ -379,7 +379,7 @@ def _call_hi_primitive(axis: Axis, args: Values, axes: Positions, /, *, _prim: A
     # An operation that its author describes by an object, which knows how it is batched, too.
     axes = jax.tree.unflatten(_prim.in_tree, axes)
 
-    def batched(*xs: Value) -> Batched:
+    def batched(*xs: Value) -> RuleOutputs:
         data = _compat.axis_data(axis.name, axis.size, axis.spmd_name)
         out, out_axes = _prim.batch(data, jax.tree.unflatten(_prim.in_tree, xs), axes)
         return jax.tree.leaves(out), _prim.out_tree.flatten_up_to(out_axes)

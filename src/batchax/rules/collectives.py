@@ -17,9 +17,9 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import (
     Axis,
-    Batched,
     Position,
     Positions,
+    RuleOutputs,
     axis_to_front,
     broadcast_axis,
     move_axis,
@@ -146,7 +146,7 @@ def _reducing_collective(
     primitive: _compat.Primitive, reduce: Callable[..., Any], adds_up: bool
 ) -> None:
     @register_rule(primitive)
-    def rule(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
+    def rule(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> RuleOutputs:
         (x,), (position,) = args, positions
         dims = tuple(a for a in params["axes"] if isinstance(a, int))
         names = tuple(a for a in params["axes"] if not isinstance(a, int))
@@ -195,7 +195,7 @@ def _cast(primitive: _compat.Primitive) -> None:
     @register_rule(primitive)
     def rule(
         axis: Axis, args: Values, positions: Positions, /, *, axes: Sequence[Any], **params: Any
-    ) -> Batched:
+    ) -> RuleOutputs:
         (x,), (position,) = args, positions
         # JAX raises an error for a cast to an axis that the value varies over already.
         already = _compat.varying_axes(jax.typeof(x)) if primitive.name == "pvary" else ()
@@ -216,7 +216,7 @@ for _name in CASTS:
 @register_rule(lax.axis_index_p)
 def _axis_index(
     axis: Axis, args: Values, positions: Positions, /, *, axis_name: Hashable
-) -> Batched:
+) -> RuleOutputs:
     if axis.name in as_names(axis_name):
         sharding = None if axis.mesh_axis is None else PartitionSpec(axis.mesh_axis)
         return lax.broadcasted_iota(np.int32, (axis.size,), 0, out_sharding=sharding), 0
@@ -234,7 +234,7 @@ enter(": pbroadcast pbroadcast_dynamic ppermute", names="axis_name")
 
 def _gathering(primitive: _compat.Primitive) -> None:
     @register_rule(primitive)
-    def rule(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
+    def rule(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> RuleOutputs:
         (x,), (position,) = args, positions
         names, dim = as_names(params["axis_name"]), params["all_gather_dimension"]
         tiled = params["tiled"]
@@ -279,7 +279,7 @@ def _gather_groups(
 
 def _scattering(primitive: _compat.Primitive) -> None:
     @register_rule(primitive)
-    def rule(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
+    def rule(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> RuleOutputs:
         (x,), (position,) = args, positions
         names, dim = as_names(params["axis_name"]), params["scatter_dimension"]
         tiled = params["tiled"]
@@ -334,7 +334,7 @@ for _names, _make in (
 
 
 @register_rule(lax.all_to_all_p)
-def _all_to_all(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
+def _all_to_all(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> RuleOutputs:
     (x,), (position,) = args, positions
     names = as_names(params["axis_name"])
     split, concat = params["split_axis"], params["concat_axis"]
@@ -399,7 +399,7 @@ def _exchange(
 
 
 @register_rule(lax.ppermute_p)
-def _ppermute(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
+def _ppermute(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> RuleOutputs:
     (x,), (position,) = args, positions
     names = as_names(params["axis_name"])
     if axis.name not in names:
@@ -430,7 +430,7 @@ def _ppermute(axis: Axis, args: Values, positions: Positions, /, **params: Any) 
 
 
 @register_rule("pbroadcast")
-def _from_source(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
+def _from_source(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> RuleOutputs:
     """Broadcasts the value of one lane."""
     (x,), (position,) = args, positions
     names, source = as_names(params["axis_name"]), params["source"]
@@ -446,7 +446,7 @@ def _from_source(axis: Axis, args: Values, positions: Positions, /, **params: An
 @register_rule("pbroadcast_dynamic")
 def _from_dynamic_source(
     axis: Axis, args: Values, positions: Positions, /, *, axis_name: Hashable
-) -> Batched:
+) -> RuleOutputs:
     """Broadcasts the value of the lane whose index is an operand."""
     (x, source), (position, source_position) = args, positions
     names = as_names(axis_name)
@@ -468,7 +468,9 @@ def _from_dynamic_source(
 
 
 @register_rule(lax.ragged_all_to_all_p)
-def _ragged_all_to_all(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
+def _ragged_all_to_all(
+    axis: Axis, args: Values, positions: Positions, /, **params: Any
+) -> RuleOutputs:
     names, groups = as_names(params["axis_name"]), params["axis_index_groups"]
     args = [axis_to_front(axis, x, a) for x, a in zip(args, positions, strict=True)]
     operand, output, *places = args
@@ -518,7 +520,7 @@ def _take_ragged(
 
 @register_rule("psend")
 @register_rule("precv")
-def _one_sided(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> Batched:
+def _one_sided(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> RuleOutputs:
     raise UnsupportedError(
         "psend and precv of batched values: the token does not say how many lanes were sent. Use "
         "jax.lax.ppermute, which sends and receives in one."

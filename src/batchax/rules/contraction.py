@@ -17,9 +17,9 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.axis import (
     Axis,
-    Batched,
     Position,
     Positions,
+    RuleOutputs,
     broadcast_axis,
     match_axis,
     move_axis,
@@ -55,7 +55,7 @@ def _dot_general(
     precision: Any,
     out_sharding: NamedSharding | None,
     **params: Any,
-) -> Batched:
+) -> RuleOutputs:
     (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
     both = lhs_axis is not None and rhs_axis is not None
     vectors = both and lhs.ndim == rhs.ndim == 2 and dimension_numbers == _OF_VECTORS
@@ -205,7 +205,7 @@ def _ragged_dot_general(
     *,
     ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
     **params: Any,
-) -> Batched:
+) -> RuleOutputs:
     (lhs, rhs, sizes), (lhs_axis, rhs_axis, sizes_axis) = args, axes
     numbers = ragged_dot_dimension_numbers
     (contract, _), (batch, _) = numbers.dot_dimension_numbers

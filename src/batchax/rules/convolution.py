@@ -20,7 +20,14 @@ from batchax.cache import Cache
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Params, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Batched, Positions, inserted, move_axis, sharding_with_axis
+from batchax.kernel.axis import (
+    Axis,
+    Positions,
+    RuleOutputs,
+    inserted,
+    move_axis,
+    sharding_with_axis,
+)
 from batchax.kernel.inner import example_aval
 from batchax.kernel.interpreter import lane_after_lane
 from batchax.kernel.registry import matched, register_rule
@@ -237,7 +244,7 @@ def _conv_general_dilated(
     batch_group_count: int,
     out_sharding: NamedSharding | None,
     **params: Any,
-) -> Batched:
+) -> RuleOutputs:
     (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
     params["dimension_numbers"] = dimension_numbers
     groups = {"feature_group_count": feature_group_count, "batch_group_count": batch_group_count}
@@ -436,7 +443,7 @@ def _windowed(primitive: _compat.Primitive, n_arrays: int | None = None) -> None
     """Registers `primitive`; `n_arrays` None stands for half of its operands."""
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
         n = len(args) // 2 if n_arrays is None else n_arrays
         # A call takes a single initial value, which also fills the padding and enters many windows.
         if any(a is not None for a in axes[n:]):
@@ -464,7 +471,7 @@ enter("library: fft")
 @register_rule(lax.fft_p)
 def _fft(
     axis: Axis, args: Values, axes: Sequence[int], /, *, fft_lengths: Sequence[int], **params: Any
-) -> Batched:
+) -> RuleOutputs:
     (x,), (position,) = args, axes
     # The transform is over the last dimensions, where the batch axis must not be.
     if position >= x.ndim - len(fft_lengths):

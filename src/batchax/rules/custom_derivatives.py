@@ -22,7 +22,7 @@ from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Jaxpr, Value, Values
-from batchax.kernel.axis import Axis, Batched, Position, Positions, lanes_vary_over, match_axis
+from batchax.kernel.axis import Axis, Position, Positions, RuleOutputs, lanes_vary_over, match_axis
 from batchax.kernel.captured import (
     Captured,
     closes_over_tracers,
@@ -379,7 +379,7 @@ enter(": call_hi_primitive_linearized custom_jvp_call custom_lin custom_vjp_call
 
 
 @register_rule("custom_jvp_call")
-def _custom_jvp(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
+def _custom_jvp(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
     body, trace_rule = params["call_jaxpr"], params["jvp_jaxpr_fun"]
     bound = _custom_jvp_p.get_bind_params(params)
     fun, jvp = bound.pop("subfuns")
@@ -457,7 +457,7 @@ def _closes_over_values(body: ClosedJaxpr, *rules: Callable[..., Any]) -> bool:
 
 
 @register_rule("custom_vjp_call")
-def _custom_vjp(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
+def _custom_vjp(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
     body, trace_forward = params["call_jaxpr"], params["fwd_jaxpr_thunk"]
     skip, out_trees = params["num_consts"], params["out_trees"]
     bound = _custom_vjp_p.get_bind_params(params)

@@ -16,9 +16,9 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Jaxpr, Value, Values
 from batchax.kernel.axis import (
     Axis,
-    Batched,
     Position,
     Positions,
+    RuleOutputs,
     batch_sharding,
     inserted,
     match_axis,
@@ -75,7 +75,7 @@ _add_any_p: Any = _compat.find_primitive("add_any")
 
 
 @register_rule(_add_any_p)
-def _add_any(axis: Axis, args: Values, axes: Positions, /) -> Batched:
+def _add_any(axis: Axis, args: Values, axes: Positions, /) -> RuleOutputs:
     # The sum of cotangents: unlike `add` it does not broadcast.
     target = common_position(args, axes)
     args = [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)]
@@ -83,12 +83,12 @@ def _add_any(axis: Axis, args: Values, axes: Positions, /) -> Batched:
 
 
 @register_rule(lax.clamp_p)
-def _clamp(axis: Axis, args: Values, axes: Positions, /) -> Batched:
+def _clamp(axis: Axis, args: Values, axes: Positions, /) -> RuleOutputs:
     return _with_scalars(lax.clamp_p, axis, args, axes, scalars=(0, 2))
 
 
 @register_rule(lax.select_n_p)
-def _select_n(axis: Axis, args: Values, axes: Positions, /) -> Batched:
+def _select_n(axis: Axis, args: Values, axes: Positions, /) -> RuleOutputs:
     return _with_scalars(lax.select_n_p, axis, args, axes, scalars=(0,))
 
 
@@ -129,7 +129,7 @@ def _filled(
 @register_rule(lax.bitcast_convert_type_p)
 def _bitcast_convert_type(
     axis: Axis, args: Values, axes: Sequence[int], /, **params: Any
-) -> Batched:
+) -> RuleOutputs:
     (x,), (position,) = args, axes
     cast = partial(lax.bitcast_convert_type_p.bind, **params)
     if position == x.ndim - 1 > 0:
@@ -161,7 +161,7 @@ def _cumulative(primitive: _compat.Primitive) -> None:
     @register_rule(primitive)
     def rule(
         batch: Axis, args: Values, positions: Sequence[int], /, *, axis: int, reverse: bool
-    ) -> Batched:
+    ) -> RuleOutputs:
         (x,), (position,) = args, positions
         (dim,) = shift_dims((axis,), position)
         return primitive.bind(x, axis=dim, reverse=reverse), position
@@ -184,7 +184,7 @@ def _reduce(
     computation: Callable[..., Any],
     jaxpr: Jaxpr,
     dimensions: tuple[int, ...],
-) -> Batched:
+) -> RuleOutputs:
     n = len(args) // 2
     how: dict[str, Any] = {"computation": computation, "jaxpr": jaxpr}
     # The primitive takes a single initial value.

@@ -29,9 +29,9 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import (
     Axis,
-    Batched,
     Position,
     Positions,
+    RuleOutputs,
     broadcast_axis,
     inserted,
     match_axis,
@@ -63,7 +63,7 @@ def gather(
     unique_indices: bool,
     indices_are_sorted: bool,
     **params: Any,
-) -> Batched:
+) -> RuleOutputs:
     (operand, indices), (position, index_position) = args, axes
     # Dimensions of the operand are in the result's window (kept), removed, or paired with those of
     # the indices.
@@ -117,7 +117,7 @@ def _scatter(primitive: _compat.Primitive) -> Rule:
         dimension_numbers: lax.ScatterDimensionNumbers,
         indices_are_sorted: bool,
         **params: Any,
-    ) -> Batched:
+    ) -> RuleOutputs:
         place = _place_shared if axes[1] is None else _place_own
         (operand, indices, updates), (position, index_position, update_position) = place(
             axis, dimension_numbers, args, axes

@@ -21,7 +21,7 @@ from batchax.jaxprs.bodies import Body, bind_with, bodies_of, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
-from batchax.kernel.axis import Axis, Batched, move_axis
+from batchax.kernel.axis import Axis, RuleOutputs, move_axis
 from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.rules.calls import CALLS
@@ -94,16 +94,6 @@ def kept_carries(body: ClosedJaxpr, n_consts: int) -> dict[int, Origin]:
     """Finds the carries that the body of a loop passes on except for updates."""
     kept = kept_outputs(body.jaxpr).items()
     return {k: source for k, source in kept if source.input == n_consts + k}
-
-
-def kept_operands(branches: Sequence[ClosedJaxpr]) -> dict[int, Origin]:
-    """Finds the results that are the same operand in every branch except for updates."""
-    first, *others = (kept_outputs(branch.jaxpr) for branch in branches)
-    return {
-        k: Origin(i, updated or any(kept[k].updated for kept in others))
-        for k, (i, updated) in first.items()
-        if all(k in kept and kept[k].input == i for kept in others)
-    }
 
 
 def carried_inputs(jaxpr: Jaxpr, n_consts: int, inputs: set[int]) -> set[int]:
@@ -195,9 +185,12 @@ def updated_operands(branches: Sequence[ClosedJaxpr]) -> dict[int, int]:
 
     No operand is listed twice.
     """
+    first, *others = (kept_outputs(branch.jaxpr) for branch in branches)
     operands: dict[int, int] = {}
-    for k, (operand, updated) in kept_operands(branches).items():
-        if updated and operand not in operands.values():
+    for k, (operand, updated) in first.items():
+        in_others = [kept[k] for kept in others if k in kept and kept[k].input == operand]
+        updated = updated or any(source.updated for source in in_others)
+        if len(in_others) == len(others) and updated and operand not in operands.values():
             operands[k] = operand
     return operands
 
@@ -413,7 +406,7 @@ def _goes_on(active: Value, more: Value) -> jax.Array:
     return lax.bitwise_and(more, lax.broadcast(active, np.shape(more)))
 
 
-def _batched(axis: Axis, args: Values, axes: Any, /) -> Batched:
+def _batched(axis: Axis, args: Values, axes: Any, /) -> RuleOutputs:
     (active, more), (live_at, more_at) = args, axes
     if more_at is None:
         # One predicate for all lanes: the loop stays one that they run together.

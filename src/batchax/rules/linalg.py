@@ -22,7 +22,7 @@ from batchax.jaxprs.bodies import with_inside
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Batched, Positions, match_axis, move_axis
+from batchax.kernel.axis import Axis, Positions, RuleOutputs, match_axis, move_axis
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner, batched_aval, example_aval
 from batchax.kernel.interpreter import Place
 from batchax.kernel.named_axes import vary_over, varying_of
@@ -276,7 +276,7 @@ def _rule(
     first: bool,
     explicit: bool,
     **params: Any,
-) -> Batched:
+) -> RuleOutputs:
     """Merges the lanes of both axes."""
     if not _may(axis, args):
         plain = replace(axis, small_matrices="library")
@@ -345,7 +345,7 @@ def _decomposition(primitive: _compat.Primitive, ranks: Sequence[int]) -> None:
     @register_looking(primitive)
     def rule(
         axis: Axis, args: Values, axes: Positions, /, *, place: Place | None = None, **params: Any
-    ) -> Batched:
+    ) -> RuleOutputs:
         return _each_its_own(primitive, ranks, axis, args, axes, params, place)
 
 
@@ -369,7 +369,7 @@ for _name, _ranks in RANKS.items():
 
 
 @register_rule(linalg.triangular_solve_p)
-def _triangular_solve(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
+def _triangular_solve(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
     if axes[0] is not None:
         return _each_its_own(linalg.triangular_solve_p, (2, 2), axis, args, axes, params)
     solve = partial(linalg.triangular_solve_p.bind, args[0], **params)
@@ -378,7 +378,7 @@ def _triangular_solve(axis: Axis, args: Values, axes: Positions, /, **params: An
 
 
 @register_rule(linalg.tridiagonal_solve_p)
-def _tridiagonal_solve(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
+def _tridiagonal_solve(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
     *diagonals, b = args
     if any(a is not None for a in axes[:-1]):
         return _each_its_own(linalg.tridiagonal_solve_p, (1, 1, 1, 2), axis, args, axes, params)
@@ -397,7 +397,7 @@ def _merged(solve: Callable[[Any], Any], b: Value, position: int, dim: int) -> t
 
 
 @register_rule(linalg.cholesky_update_p)
-def _cholesky_update(axis: Axis, args: Values, axes: Positions, /) -> Batched:
+def _cholesky_update(axis: Axis, args: Values, axes: Positions, /) -> RuleOutputs:
     # The primitive takes no batch dimensions at all.
     (out,), (position,) = batch_function(axis, _rank_one_update, args, axes)
     return out, position
@@ -429,7 +429,7 @@ _Programs = Any
 @register_rule(lax.linear_solve_p)
 def _custom_linear_solve(
     axis: Axis, args: Values, axes: Positions, /, *, const_lengths: Sequence[int], jaxprs: _Programs
-) -> Batched:
+) -> RuleOutputs:
     # The operands are the constants of each program (matvec, vecmat, solve,
     # transpose_solve), one program after the other, and then `b`.
     ends = [sum(const_lengths[: i + 1]) for i in range(len(const_lengths))]

@@ -24,7 +24,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import control_flow, programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import Facts, facts_of
 from batchax.jaxprs.types import Eqn, Jaxpr, Value, Values
-from batchax.kernel.axis import Axis, Batched, Position, Positions, axis_to_front, move_axis
+from batchax.kernel.axis import Axis, Position, Positions, RuleOutputs, axis_to_front, move_axis
 from batchax.kernel.own_primitive import own_primitive
 
 _FEW_STEPS = 16  # of a loop, that masked lanes may take rather than be given other operands
@@ -260,7 +260,7 @@ def _cut(tangent: Value, active: Value, depth: int) -> Value:
     return safe_lanes_p.bind(active, tangent, depth=depth, fill="zero")
 
 
-def _batched(axis: Axis, args: Values, axes: Any, /, *, depth: int, fill: str) -> Batched:
+def _batched(axis: Axis, args: Values, axes: Any, /, *, depth: int, fill: str) -> RuleOutputs:
     (active, x), (live_at, x_at) = args, axes
     if live_at is None:  # the lanes are as they were; each holds one more axis
         if x_at < depth:

@@ -15,7 +15,7 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, Value, Values
-from batchax.kernel.axis import Axis, Batched, Positions, axis_to_front, move_axis
+from batchax.kernel.axis import Axis, Positions, RuleOutputs, axis_to_front, move_axis
 from batchax.kernel.interpreter import lane_after_lane
 from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.kernel.registry import (
@@ -142,7 +142,7 @@ def _types(*avals: Aval, of: str, **params: Any) -> list[Any]:
     return list(out) if primitive.multiple_results else [out]
 
 
-def drawn(axis: Axis, args: Values, axes: Positions, /, *, of: str, **params: Any) -> Batched:
+def drawn(axis: Axis, args: Values, axes: Positions, /, *, of: str, **params: Any) -> RuleOutputs:
     """Batches `drawn_p`, and the operation of JAX named `of` where that computes the same."""
     args, out_axis = aligned(args, axes)
     outs = drawn_p.bind(*args, of=of, **params)
@@ -198,7 +198,7 @@ def _alone(
     """
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
         if others is not None:
             impl = params["impl"].name if "impl" in params else jax.random.key_impl(args[0])
             if isinstance(impl, str) and impl in implementations:
@@ -222,18 +222,18 @@ _to_edtype_p: Any = _compat.find_primitive("to_edtype")
 
 
 @register_rule(_wrap_p)
-def _wrap(axis: Axis, args: Values, axes: Positions, /, *, impl: Any) -> Batched:
+def _wrap(axis: Axis, args: Values, axes: Positions, /, *, impl: Any) -> RuleOutputs:
     return leading_rule(_wrap_p, (len(impl.key_shape),), axis, args, axes, impl=impl)
 
 
 @register_rule("to_edtype")
-def _to_edtype(axis: Axis, args: Values, axes: Sequence[int], /, **params: Any) -> Batched:
+def _to_edtype(axis: Axis, args: Values, axes: Sequence[int], /, **params: Any) -> RuleOutputs:
     # The last dimensions become one element: the batch axis must not be among them.
     return _to_edtype_p.bind(move_axis(args[0], axes[0], 0), **params), 0
 
 
 @register_rule(_gamma_p)
-def _gamma(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
+def _gamma(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
     # The shape of the keys must be a prefix of that of the parameter.
     args = [axis_to_front(axis, x, a) for x, a in zip(args, axes, strict=True)]
     return _gamma_p.bind(*args, **params), 0
@@ -245,7 +245,7 @@ def _written_out(name: str) -> None:
     others: Any = find_rule(primitive)
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
         if not _is_written_out(args, **params):
             return others(axis, args, axes, **params)
         outs, out_axes = drawn(axis, args, axes, of=name, **params)

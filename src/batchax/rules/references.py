@@ -21,7 +21,7 @@ from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Tree, Value, Values
-from batchax.kernel.axis import Axis, Batched, Position, Positions, match_axis, move_axis
+from batchax.kernel.axis import Axis, Position, Positions, RuleOutputs, match_axis, move_axis
 from batchax.kernel.registry import register_rule, vectorized
 
 enter(": addupdate broadcast_to freeze get new_ref swap")
@@ -53,7 +53,7 @@ BATCH = "batch"
 
 
 @register_rule("get")
-def _get(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> Batched:
+def _get(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> RuleOutputs:
     indices = _indices(tree, args[1:], axes[1:])
     if indices is None:
         return jax.ref.get(args[0]), axes[0]
@@ -62,7 +62,7 @@ def _get(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> Batched
 
 
 @register_rule("swap")
-def _swap(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> Batched:
+def _swap(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> RuleOutputs:
     (ref, value, *_), (position, value_axis, *_) = args, axes
     _check_batched(position)
     indices = _indices(tree, args[2:], axes[2:])
@@ -74,7 +74,7 @@ def _swap(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> Batche
 
 
 @register_rule("addupdate")
-def _addupdate(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> Batched:
+def _addupdate(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> RuleOutputs:
     (ref, value, *_), (position, value_axis, *_) = args, axes
     _check_batched(position)
     indices = _indices(tree, args[2:], axes[2:])
@@ -89,7 +89,7 @@ def _addupdate(axis: Axis, args: Values, axes: Positions, /, *, tree: Tree) -> B
 @register_rule("broadcast_to")
 def _broadcast_to(
     axis: Axis, args: Values, axes: Sequence[int], /, *, shape: Sequence[int]
-) -> Batched:
+) -> RuleOutputs:
     """Broadcasts indices of a reference to one shape."""
     (x,), (position,) = args, axes
     x = move_axis(x, position, 0)

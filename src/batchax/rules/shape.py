@@ -16,8 +16,8 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Values
 from batchax.kernel.axis import (
     Axis,
-    Batched,
     Positions,
+    RuleOutputs,
     inserted,
     match_axis,
     move_axis,
@@ -49,7 +49,7 @@ def _pass_on(name: str) -> None:
     """Registers by name, as some primitives exist only after an import."""
 
     @register_rule(name)
-    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
         primitive: Any = _compat.find_primitive(name)
         return primitive.bind(*args, **params), axes[0]
 
@@ -69,7 +69,7 @@ def broadcast_in_dim(
     shape: Sequence[int],
     broadcast_dimensions: Sequence[int],
     sharding: Sharding | None,
-) -> Batched:
+) -> RuleOutputs:
     (x,), (position,) = args, axes
     if position and not axis.columns:
         # As in jax.vmap. Products of a shared matrix with vectors leave lanes last; with dimensions
@@ -96,7 +96,7 @@ def reshape(
     new_sizes: Sequence[int],
     dimensions: Sequence[int],
     sharding: Sharding | None,
-) -> Batched:
+) -> RuleOutputs:
     (x,), (position,) = args, axes
     # Where as many elements as before vary slower than the batch axis, the order
     # of all elements is the same and nothing has to move.
@@ -120,7 +120,7 @@ def reshape(
 @register_rule(lax.transpose_p)
 def transpose(
     axis: Axis, args: Values, axes: Sequence[int], /, *, permutation: Sequence[int]
-) -> Batched:
+) -> RuleOutputs:
     (x,), (position,) = args, axes
     # Elements move in any case; in front the batch axis serves most rules best.
     out = lax.transpose_p.bind(x, permutation=(position, *shift_dims(permutation, position)))
@@ -130,20 +130,22 @@ def transpose(
 @register_rule(lax.squeeze_p)
 def squeeze(
     axis: Axis, args: Values, axes: Sequence[int], /, *, dimensions: Sequence[int]
-) -> Batched:
+) -> RuleOutputs:
     (x,), (position,) = args, axes
     out = lax.squeeze_p.bind(x, dimensions=shift_dims(dimensions, position))
     return out, position - sum(d < position for d in dimensions)
 
 
 @register_rule(lax.rev_p)
-def rev(axis: Axis, args: Values, axes: Sequence[int], /, *, dimensions: Sequence[int]) -> Batched:
+def rev(
+    axis: Axis, args: Values, axes: Sequence[int], /, *, dimensions: Sequence[int]
+) -> RuleOutputs:
     (x,), (position,) = args, axes
     return lax.rev_p.bind(x, dimensions=shift_dims(dimensions, position)), position
 
 
 @register_rule(lax.tile_p)
-def tile(axis: Axis, args: Values, axes: Sequence[int], /, *, reps: Sequence[int]) -> Batched:
+def tile(axis: Axis, args: Values, axes: Sequence[int], /, *, reps: Sequence[int]) -> RuleOutputs:
     (x,), (position,) = args, axes
     return lax.tile_p.bind(x, reps=inserted(reps, position, 1)), position
 
@@ -151,7 +153,7 @@ def tile(axis: Axis, args: Values, axes: Sequence[int], /, *, reps: Sequence[int
 @register_rule(lax.pad_p)
 def pad(
     axis: Axis, args: Values, axes: Positions, /, *, padding_config: Sequence[tuple[int, int, int]]
-) -> Batched:
+) -> RuleOutputs:
     (x, value), (position, value_position) = args, axes
     if position is None:
         x, position = match_axis(axis, x, None, 0), 0
@@ -169,7 +171,7 @@ def pad(
 
 
 @register_rule(lax.concatenate_p)
-def concatenate(axis: Axis, args: Values, axes: Positions, /, *, dimension: int) -> Batched:
+def concatenate(axis: Axis, args: Values, axes: Positions, /, *, dimension: int) -> RuleOutputs:
     position = common_position(args, axes)
     args = [match_axis(axis, x, a, position) for x, a in zip(args, axes, strict=True)]
     return lax.concatenate_p.bind(*args, dimension=dimension + (dimension >= position)), position
@@ -178,14 +180,14 @@ def concatenate(axis: Axis, args: Values, axes: Positions, /, *, dimension: int)
 @register_rule(lax.split_p)
 def split(
     batch: Axis, args: Values, positions: Sequence[int], /, *, sizes: Sequence[int], axis: int
-) -> Batched:
+) -> RuleOutputs:
     (x,), (position,) = args, positions
     outs = lax.split_p.bind(x, sizes=sizes, axis=axis + (axis >= position))
     return outs, [position] * len(outs)
 
 
 @register_rule(lax.stack_p)
-def stack(batch: Axis, args: Values, positions: Positions, /, *, axis: int) -> Batched:
+def stack(batch: Axis, args: Values, positions: Positions, /, *, axis: int) -> RuleOutputs:
     position = common_position(args, positions)
     args = [match_axis(batch, x, a, position) for x, a in zip(args, positions, strict=True)]
     # Where lanes need no move, whole arrays are put one after the other: nothing is interleaved.
@@ -195,7 +197,7 @@ def stack(batch: Axis, args: Values, positions: Positions, /, *, axis: int) -> B
 
 
 @register_rule(lax.unstack_p)
-def unstack(batch: Axis, args: Values, positions: Sequence[int], /, *, axis: int) -> Batched:
+def unstack(batch: Axis, args: Values, positions: Sequence[int], /, *, axis: int) -> RuleOutputs:
     (x,), (position,) = args, positions
     outs = lax.unstack_p.bind(x, axis=axis + (axis >= position))
     return outs, [position - (axis < position)] * len(outs)
@@ -206,17 +208,17 @@ _dce_sink_p: Any = _compat.find_primitive("dce_sink")
 
 
 @register_rule(_tie_p)
-def tie(axis: Axis, args: Values, axes: Positions, /) -> Batched:
+def tie(axis: Axis, args: Values, axes: Positions, /) -> RuleOutputs:
     return _tie_p.bind(*args), axes[1]  # the second operand, to be used after the first
 
 
 @register_rule(_dce_sink_p)
-def dce_sink(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
+def dce_sink(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
     return _dce_sink_p.bind(*args, **params), []
 
 
 @register_rule(lax.optimization_barrier_p)
-def optimization_barrier(axis: Axis, args: Values, axes: Positions, /) -> Batched:
+def optimization_barrier(axis: Axis, args: Values, axes: Positions, /) -> RuleOutputs:
     outs = lax.optimization_barrier_p.bind(*args)
     if len(outs) < len(args):  # references pass the barrier but are no results
         axes = [a for x, a in zip(args, axes, strict=True) if not _compat.is_reference(x)]
@@ -233,7 +235,7 @@ def device_put(
     devices: Sequence[object],
     srcs: Sequence[object],
     copy_semantics: Sequence[object],
-) -> Batched:
+) -> RuleOutputs:
     def batched(places: Sequence[object]) -> tuple[Any, ...]:
         return tuple(
             sharding_with_axis(place, a, [x], [a])
@@ -261,7 +263,7 @@ def slice_(
     start_indices: Sequence[int],
     limit_indices: Sequence[int],
     strides: Sequence[int] | None,
-) -> Batched:
+) -> RuleOutputs:
     (x,), (position,) = args, axes
     out = lax.slice_p.bind(
         x,
@@ -275,7 +277,7 @@ def slice_(
 @register_rule(lax.dynamic_slice_p)
 def dynamic_slice(
     axis: Axis, args: Values, axes: Positions, /, *, slice_sizes: tuple[int, ...]
-) -> Batched:
+) -> RuleOutputs:
     (operand, *starts), (position, *start_axes) = args, axes
     starts, start_axes, moving = _starts_that_matter(
         example_shape(operand, position), slice_sizes, starts, start_axes
@@ -303,7 +305,7 @@ def dynamic_slice(
 
 
 @register_rule(lax.dynamic_update_slice_p)
-def dynamic_update_slice(axis: Axis, args: Values, axes: Positions, /) -> Batched:
+def dynamic_update_slice(axis: Axis, args: Values, axes: Positions, /) -> RuleOutputs:
     (operand, update, *starts), (position, update_position, *start_axes) = args, axes
     update_shape = example_shape(update, update_position)
     starts, start_axes, moving = _starts_that_matter(

@@ -17,9 +17,9 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Jaxpr, Value, Values
 from batchax.kernel.axis import (
     Axis,
-    Batched,
     Position,
     Positions,
+    RuleOutputs,
     inserted,
     is_in_types,
     sharding_with_axis,
@@ -44,7 +44,7 @@ def _sharding_constraint(
     *,
     unconstrained_dims: Collection[int],
     **params: Any,
-) -> Batched:
+) -> RuleOutputs:
     (x,), (position,) = args, axes
     free = {d + (d >= position) for d in unconstrained_dims}
     if axis.spmd_name is None:
@@ -66,7 +66,7 @@ _constraint_p: Any = _compat.find_primitive("sharding_constraint")
 @register_rule("reshard")
 def _reshard(
     axis: Axis, args: Values, axes: Sequence[int], /, *, dst_sharding: NamedSharding, **params: Any
-) -> Batched:
+) -> RuleOutputs:
     sharding = sharding_with_axis(dst_sharding, axes[0], args, axes)
     if sharding.spec[axes[0]] is None and is_in_types(sharding, axis.mesh_axis):
         # What comes back from where types do not tell of the mesh, as inside functions of
@@ -81,7 +81,9 @@ _reshard_p: Any = _compat.find_primitive("reshard")
 
 
 @register_rule("layout_constraint")
-def _layout_constraint(axis: Axis, args: Values, axes: Positions, /, *, layout: object) -> Batched:
+def _layout_constraint(
+    axis: Axis, args: Values, axes: Positions, /, *, layout: object
+) -> RuleOutputs:
     return _layout_p.bind(*args, layout=batched_layout(layout, axes[0])), axes[0]
 
 
@@ -150,7 +152,7 @@ def _shard_map(
     in_specs: Sequence[PartitionSpec],
     out_specs: Sequence[PartitionSpec],
     **params: Any,
-) -> Batched:
+) -> RuleOutputs:
     manual = params["newly_manual_axes"]
     # Lanes that `spmd_axis_name` spreads over devices are this device's part of them inside.
     inner = _on_each_device(axis, params["mesh"], manual, jaxpr)

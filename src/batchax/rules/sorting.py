@@ -12,7 +12,7 @@ from jax import lax
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Value, Values
-from batchax.kernel.axis import Axis, Batched, Positions, shift_dims
+from batchax.kernel.axis import Axis, Positions, RuleOutputs, shift_dims
 from batchax.kernel.registry import matched, register_rule
 from batchax.rules import sorting_network
 from batchax.rules.sorting_by_image import is_short, pays, sorted_floats_p
@@ -23,7 +23,7 @@ enter(": approx_top_k sort top_k")
 @register_rule(lax.sort_p)
 def _sort(
     axis: Axis, args: Values, axes: Positions, /, *, dimension: int, num_keys: int, **params: Any
-) -> Batched:
+) -> RuleOutputs:
     if all(a is None for a in axes[:num_keys]):
         return _sort_by_shared_keys(args, axes, dimension, num_keys, **params)
     operands, position = matched(axis, args, axes)
@@ -83,7 +83,7 @@ def _reorder(x: Value, position: int, order: Value, dimension: int) -> jax.Array
 @register_rule(lax.top_k_p)
 def _top_k(
     batch: Axis, args: Values, positions: Sequence[int], /, *, axis: int, **params: Any
-) -> Batched:
+) -> RuleOutputs:
     (x,), (position,) = args, positions
     (dim,) = shift_dims((axis,), position)
     return lax.top_k_p.bind(x, axis=dim, **params), [position] * 2
@@ -95,7 +95,7 @@ _approx_top_k_p: Any = _compat.find_primitive("approx_top_k")
 @register_rule(_approx_top_k_p)
 def _approx_top_k(
     axis: Axis, args: Values, axes: Sequence[int], /, *, reduction_dimension: int, **params: Any
-) -> Batched:
+) -> RuleOutputs:
     (x,), (position,) = args, axes
     # The dimension may be counted from the end, where the batch axis may come to be.
     (dim,) = shift_dims((reduction_dimension % (x.ndim - 1),), position)

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.types import Value, Values
-from batchax.kernel.axis import Axis, Batched, shift_dims
+from batchax.kernel.axis import Axis, RuleOutputs, shift_dims
 from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
 from batchax.linalg.pays import pays_back
 
@@ -81,7 +81,7 @@ def image(bits: Value, dtype: np.dtype[Any]) -> jax.Array:
     return bits ^ (sign & np.array(np.iinfo(dtype).max, dtype))
 
 
-def _batched(axis: Axis, args: Values, axes: Sequence[int], /, *, dimension: int) -> Batched:
+def _batched(axis: Axis, args: Values, axes: Sequence[int], /, *, dimension: int) -> RuleOutputs:
     (x,), (position,) = args, axes
     (dim,) = shift_dims((dimension,), position)
     return sorted_floats_p.bind(x, dimension=dim), position
