@@ -22,9 +22,7 @@ def _alone(fun, *args):
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize(
-    "shape", [(1,), (7,), (8,), (9,), (200,), (3, 5), (4, 33), (2, 3, 31)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1,), (8,), (9,), (3, 5), (2, 3, 31)], ids=str)
 def test_reductions(reduce, shape):
     x = RANDOM.uniform(0.5, 1.5, shape).astype(jnp.zeros(()).dtype)
     for axes in {(0,), tuple(range(len(shape))), (len(shape) - 1,)}:
@@ -38,14 +36,10 @@ def test_reductions(reduce, shape):
     ("x", "y", "axes"),
     [
         ((), (5,), 0),
-        ((3,), (5,), 0),
         ((16,), (16,), 1),
-        ((40,), (40,), 1),
         ((5, 4), (4, 3), 1),
         ((3, 17), (17, 4), 1),
-        ((12, 40), (40,), 1),
         ((2, 5), (5, 33), 1),
-        ((9,), (8,), 0),
     ],
     ids=str,
 )

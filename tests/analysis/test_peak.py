@@ -79,10 +79,6 @@ def chunks(batch_size):
     return bx.vmap(wide, (None, 0), batch_size=batch_size)
 
 
-def chunked_loss(w, x):
-    return jnp.mean(chunks(24)(w, x) ** 2)
-
-
 def layers(x):
     return lax.scan(lambda h, _: (jnp.tanh(h @ h.T @ h), h.sum(0)), x, None, length=20)
 
@@ -103,13 +99,10 @@ def branches(x, p):
 SQUARE = jnp.ones((200, 200))
 LOOPS = {
     "chunks": (chunks(24), W, X),
-    "chunks and a rest": (chunks(50), W, X),
-    "gradient of chunks": (jax.grad(chunked_loss, (0, 1)), W, X),
     "scan": (layers, SQUARE),
     "gradient of a scan": (jax.grad(lambda x: layers(x)[0].sum()), SQUARE),
     "while": (until_small, SQUARE),
     "updates in place": (updated, jnp.ones((1000, 200))),
-    "updates in place in chunks": (bx.vmap(updated, batch_size=4), jnp.ones((16, 1000, 20))),
     "branches": (branches, SQUARE, True),
 }
 
@@ -146,12 +139,6 @@ def test_an_argument_given_up_holds_the_output():
     assert (value.kind, value.bytes) == ("argument", SQUARE.nbytes)
 
 
-def test_a_loop_works_in_place():
-    found = agrees(compiled(updated, jnp.ones((1000, 200))))
-    large = [v for v in found if v.bytes >= 800_000]
-    assert sorted(v.kind for v in large) == ["argument", "temporary"]
-
-
 def test_a_copy_says_what_it_copies_and_a_carry_what_a_step_makes():
     found = agrees(compiled(LOOPS["gradient of a scan"][0], SQUARE))
     large = [v for v in found if v.bytes >= SQUARE.nbytes and v.kind != "argument"]
@@ -167,9 +154,7 @@ class Compiled:
 
 
 TYPES = """
-    bool int8 uint16 int32 float16 bfloat16 float32 complex64 float8_e5m2 float8_e4m3fn int4 uint4
-    float8_e4m3b11fnuz float8_e5m2fnuz float8_e4m3fnuz int2 uint2 float8_e4m3 float8_e3m4
-    float4_e2m1fn float8_e8m0fnu
+    bool uint16 bfloat16 complex64 float8_e5m2 float8_e4m3b11fnuz int4 uint2 float4_e2m1fn
 """.split()
 
 

@@ -49,42 +49,8 @@ def test_the_example_is_what_one_would_have_written(spelling):
     assert str(found) == "the same program: dot_general, add, tanh, reduce_sum"
 
 
-@pytest.mark.parametrize(
-    ("in_axes", "shapes", "by_hand"),
-    [
-        ((None, 0, 0), [(3, 5), (B, 5), (B, 3)], lambda M, v, b: jnp.tanh(v @ M.T + b).sum(1)),
-        (
-            (0, 0, None),
-            [(B, 3, 5), (B, 5), (3,)],
-            lambda M, v, b: jnp.tanh(jnp.einsum("bij,bj->bi", M, v) + b).sum(1),
-        ),
-        ((0, None, 0), [(B, 3, 5), (5,), (B, 3)], lambda M, v, b: jnp.tanh(M @ v + b).sum(1)),
-        (
-            (2, 1, 1),
-            [(3, 5, B), (5, B), (3, B)],
-            lambda M, v, b: jnp.tanh(jnp.einsum("ijb,jb->ib", M, v) + b).sum(0),
-        ),
-    ],
-)
-def test_whatever_is_batched(in_axes, shapes, by_hand):
-    found = bx.same_program(bx.vmap(affine, in_axes), by_hand, *[shaped(*s) for s in shapes])
-    assert found, found
-    assert found.operations[0] == ("dot_general", "add", "tanh", "reduce_sum")
-
-
-def layer_norm(x):
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-
-
 def attention(q, k, v):
     return jax.nn.softmax(q @ k.T / jnp.sqrt(4.0)) @ v
-
-
-def heads(x, w):
-    q, k, v = jnp.moveaxis((x @ w).reshape(len(x), 3, 2, 3), 1, 0)
-    scores = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k))
-    return jnp.einsum("hts,shd->thd", scores, v).reshape(len(x), 6)
 
 
 def mlp(x, w, b, v):
@@ -104,10 +70,7 @@ def loop(x):
 
 
 FUNCTIONS = {
-    "softmax": (jax.nn.softmax, 1, [(5, B)]),
-    "layer_norm": (layer_norm, 0, [(B, 4, 5)]),
     "attention": (attention, 0, [(B, 6, 4), (B, 7, 4), (B, 7, 3)]),
-    "heads": (heads, (0, None), [(B, 5, 6), (6, 18)]),
     "mlp": (mlp, (0, None, None, None), [(B, 3), (5, 3), (5,), (5, 2)]),
     "gradient of mlp": (
         jax.grad(lambda *a: mlp(*a).sum(), argnums=(1, 2)),
@@ -119,13 +82,6 @@ FUNCTIONS = {
     "while": (loop, 0, [(B, 3)]),
     "sort": (lambda x: (jnp.sort(x), jnp.argsort(x)), 1, [(5, B)]),
     "cumsum": (jnp.cumsum, 1, [(5, B)]),
-    "cholesky": (jnp.linalg.cholesky, 0, [(B, 3, 3)]),
-    "fft": (jnp.fft.fft, 1, [(5, B)]),
-    "pad": (lambda x: jnp.pad(x, 1), 1, [(5, B)]),
-    "roll": (lambda x: jnp.roll(x, 1), 1, [(5, B)]),
-    "concatenate": (lambda x, y: jnp.concatenate([x, y]), (0, None), [(B, 3), (2,)]),
-    "stack": (lambda x, y: jnp.stack([x, y]), (0, 1), [(B, 3), (3, B)]),
-    "ravel": (jnp.ravel, 2, [(3, 4, B)]),
     "first": (lambda x: x[jnp.argmax(x)], 0, [(B, 3)]),
 }
 
@@ -147,14 +103,7 @@ SAME = {
         [x],
     ),
     "comparisons turned": (lambda x: x > 1, lambda x: jnp.less(1, x), [x]),
-    "moved through a chain": (lambda x: jnp.tanh(x.T * 2).T, lambda x: jnp.tanh(2 * x), [x]),
     "axes of size one": (lambda x: x[None, :, None, :].sum(1), lambda x: x.sum(0)[None, None], [x]),
-    "reshaped and back": (lambda x: x.reshape(2, 1, 3).squeeze(1), lambda x: x, [x]),
-    "equations twice": (
-        lambda x: jnp.sin(x) + jnp.sin(x),
-        lambda x: (lambda y: y + y)(jnp.sin(x)),
-        [x],
-    ),
     "a carry that nothing needs": (
         lambda x: lax.fori_loop(0, 3, lambda i, c: (c[0] * 2, jnp.sin(c[1])), (x, x))[0],
         lambda x: lax.fori_loop(0, 3, lambda i, c: 2 * c, x),
@@ -171,12 +120,6 @@ SAME = {
         [shaped(dtype=jnp.int32)],
     ),
     "custom derivatives": (jax.nn.relu, lambda x: jnp.maximum(x, 0), [x]),
-    "chunks": (bx.vmap(jnp.sin, batch_size=2), bx.vmap(jnp.sin, batch_size=2), [shaped(6)]),
-    "printing": (
-        lambda x: (jax.debug.print("{}", x), x)[1],
-        lambda x: (jax.debug.print("{}", x), x)[1],
-        [x],
-    ),
 }
 
 
@@ -208,8 +151,6 @@ def written(*values):
 
 dot = partial(lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
 DIFFERENT = {
-    "operands of sub": (lambda x, y: x - y, lambda x, y: y - x, [x, x]),
-    "another axis": (lambda x: x.sum(0), lambda x: x.sum(1), [square]),
     "another dtype of sums": (
         lambda x: x.sum(0, dtype=jnp.float32).astype(jnp.float16),
         lambda x: x.sum(0, dtype=jnp.float16),
@@ -221,17 +162,7 @@ DIFFERENT = {
         lambda x, y: dot(x, y).astype(jnp.float32),
         [shaped(3, 3, dtype=jnp.float16)] * 2,
     ),
-    "contracted axis": (lambda x, y: x @ y, lambda x, y: x.T @ y, [square, square]),
-    "order of a product": (lambda x, y: x @ y, lambda x, y: y @ x, [square, square]),
     "transposed output": (lambda x: x @ x, lambda x: (x @ x).T, [square]),
-    "transposed operand": (lambda x, y: x + y, lambda x, y: x.T + y, [square, square]),
-    "order of outputs": (
-        lambda x: (jnp.sin(x), jnp.cos(x)),
-        lambda x: (jnp.cos(x), jnp.sin(x)),
-        [x],
-    ),
-    "constant": (lambda x: x * 2, lambda x: x * 3, [x]),
-    "array": (lambda x: x * table, lambda x: x * (table + 1), [x]),
     "sign of zero": (lambda x: x + 0.0, lambda x: x + -0.0, [x]),
     "mode of a gather": (
         lambda x: x.at[jnp.array([5])].get(mode="clip"),
@@ -261,28 +192,12 @@ DIFFERENT = {
         lambda x: lax.scan(lambda c, e: (c + e, c), 0.0, x, reverse=True),
         [shaped(3)],
     ),
-    "steps of a loop": (
-        lambda x: lax.scan(lambda c, _: (c * 2, None), x, length=3)[0],
-        lambda x: lax.scan(lambda c, _: (c * 2, None), x, length=4)[0],
-        [x],
-    ),
-    "order of branches": (
-        lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
-        lambda x: lax.cond(x.sum() > 0, jnp.cos, jnp.sin, x),
-        [x],
-    ),
-    "once, or at each step": (
-        lambda x: lax.scan(lambda c, _: (c * jnp.sin(x), None), x, length=3)[0],
-        lambda x: (lambda y: lax.scan(lambda c, _: (c * y, None), x, length=3)[0])(jnp.sin(x)),
-        [x],
-    ),
     "once, or for each copy": (
         lambda x: jnp.broadcast_to(jnp.sin(x), (B, 3)),
         lambda x: jnp.sin(jnp.broadcast_to(x, (B, 3))),
         [shaped(3)],
     ),
     "merged another way": (lambda x: x.reshape(9), lambda x: x.T.reshape(9), [square]),
-    "chunks": (bx.vmap(jnp.sin, batch_size=2), bx.vmap(jnp.sin), [shaped(6)]),
 }
 
 
@@ -335,13 +250,6 @@ def test_parameters_and_outputs_that_differ_are_named():
     assert found.difference.what == "They first differ in what out[1]['w'] is."
 
 
-def test_what_only_one_does_is_shown():
-    found = bx.same_program(lambda x: x * 2, lambda x: jnp.sin(jnp.tanh(x * 2)), x)
-    assert found.difference.what == "They first differ in what out is."
-    assert found.difference.first.primitive == "mul"
-    assert found.difference.second.primitive == "tanh"
-
-
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -368,12 +276,6 @@ def test_what_it_returns():
     )
 
 
-def test_pytrees_of_arguments():
-    weights = {"w": x, "b": shaped(2)}
-    f = lambda p, v: p["w"] @ v + p["b"]
-    assert bx.same_program(f, lambda p, v: p["b"] + jnp.dot(p["w"], v), weights, shaped(3))
-
-
 def test_what_cannot_be_staged():
     with pytest.raises(bx.ArgumentTypeError, match="`g` is 3, which cannot be called"):
         bx.same_program(jnp.sin, 3, x)
@@ -383,13 +285,6 @@ def test_what_cannot_be_staged():
 
     with pytest.raises(LookupError, match="not today"):
         bx.same_program(jnp.sin, refuses, x)
-
-
-def test_nothing_is_run():
-    def f(x):
-        return jax.pure_callback(lambda x: 1 / 0, shaped(2, 3), x)
-
-    assert bx.same_program(f, f, x).operations[0] == ("pure_callback",)
 
 
 def test_compiled():

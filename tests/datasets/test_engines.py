@@ -28,6 +28,7 @@ from batchax.datasets.inspect import status, verify
 from batchax.datasets.journal import read_journal
 from batchax.datasets.sources import as_source
 from kills import jobs
+from kills.dask import cluster
 from kills.left import left_by
 
 from support import engine_calls
@@ -321,6 +322,37 @@ def test_workers_that_end_while_they_start_are_started_again(x, threads, error, 
     assert_whole(x, [6, 50])
 
 
+class GoneClient:
+    """A client of Dask whose scheduler is killed while it sends a result."""
+
+    status = "running"
+
+    def nthreads(self):
+        return {"worker": 1}
+
+    def submit(self, *args, **how):
+        future = Future()
+        future.set_result(None)
+        future.result = self._lose
+        return future
+
+    def cancel(self, futures):
+        pass
+
+    def _lose(self):
+        import distributed
+
+        self.status = "closed"
+        raise distributed.comm.CommClosedError("Connection reset by peer")
+
+
+def test_a_scheduler_that_goes_while_it_sends_a_result(x, threads, monkeypatch):
+    pool = lambda: engine_module.DaskPool(GoneClient())
+    monkeypatch.setattr("batchax.datasets.engines.engine.find_pool", lambda _: pool)
+    with pytest.raises(bx.JobError, match="the scheduler of Dask has stopped"):
+        call(engine_calls.spoilt, threads)
+
+
 def test_units_that_end_their_process(x):
     """They are named, and with quarantine given up: no others, though these were there, too."""
     with pytest.raises(bx.RowError, match=r"rows 40 to 43 of .* ends the process.*smaller batch"):
@@ -461,43 +493,19 @@ def ran():
     return dict(env=ENV, capture_output=True, text=True, timeout=900)
 
 
-@pytest.fixture
-def scheduler(tmp_path):
-    """Dask's scheduler and workers as commands start them; kills them in the end."""
-    running = []
-
-    def start(*args):
-        options = dict(env=ENV, cwd=tmp_path, stderr=subprocess.DEVNULL)
-        running.append(subprocess.Popen([sys.executable, "-m", "dask", *args], **options))
-        return running[-1]
-
-    file = tmp_path / "scheduler.json"
-    begin = ["scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard"]
-    start(*begin, "--scheduler-file", str(file))
-    wait_for(file.exists)
-    for _ in range(2):
-        start("worker", "--scheduler-file", str(file), "--nthreads", "1", "--no-dashboard")
-    yield running[0], json.loads(file.read_text())["address"]
-    for process in running:
-        process.terminate()
-    for process in running:
-        process.wait(30)
-
-
 @pytest.mark.nightly
-def test_the_scheduler_is_killed(x, scheduler):
+def test_the_scheduler_is_killed(x, tmp_path):
     import dask.config
 
-    process, address = scheduler
-
-    killer = threading.Thread(target=lambda: (wait_for(lambda: units_done() > 2), process.kill()))
-    killer.start()
-    with (
-        dask.config.set({"distributed.comm.timeouts.connect": "2s"}),
-        pytest.raises(bx.JobError, match="the scheduler of Dask has stopped"),
-    ):
-        call(engine_calls.slowly, f"dask:{address}")
-    killer.join()
+    with cluster(tmp_path / "dask") as (process, address):
+        kill = lambda: (wait_for(lambda: units_done() > 2), process.kill())
+        (killer := threading.Thread(target=kill)).start()
+        with (
+            dask.config.set({"distributed.comm.timeouts.connect": "2s"}),
+            pytest.raises(bx.JobError, match="the scheduler of Dask has stopped"),
+        ):
+            call(engine_calls.slowly, f"dask:{address}")
+        killer.join()
     done = units_done()
     assert call(engine_calls.slowly, "processes:2").reused >= done * UNIT > 0
     assert_whole(x)

@@ -16,8 +16,6 @@ from batchax.datasets.journal import Journal, read_journal
 from batchax.datasets.plan import Bad, Record, Unit
 from batchax.errors import ArgumentTypeError, StorageError
 
-from support import steps
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -113,25 +111,6 @@ def test_a_flipped_bit_anywhere_is_told_and_no_wrong_record_is_read(folder):
             (warning,) = (w for w in told if w.category is not ResourceWarning)  # of others
             assert f"line {line}" in str(warning.message) or damaged[place] == ord("\n")
             assert "main.jsonl" in str(warning.message)
-
-
-def test_an_error_while_appending_leaves_a_journal_that_goes_on(folder):
-    journal = Journal(folder, "main")
-    journal.append(record(0))
-
-    def full(step):
-        if step == steps.IN_JOURNAL:
-            raise OSError(28, "No space left on device")
-
-    steps.watch(full)
-    try:
-        with pytest.raises(StorageError, match=r"main\.jsonl .* no space is left"):
-            journal.append(record(1))
-    finally:
-        steps.watch()
-    assert set(read_journal(folder)) == {0}
-    journal.append(record(1))
-    assert set(read_journal(folder)) == {0, 1}
 
 
 @pytest.mark.parametrize("size", [3, 2000])

@@ -53,30 +53,6 @@ def stopped_after(monkeypatch, units):
     monkeypatch.setattr(pipeline, "_PAUSE", 0.0)
 
 
-@pytest.mark.parametrize("out", ["y.zarr", "y.npy", "y.parquet"])
-def test_goes_on_where_it_was(x, out, monkeypatch):
-    with monkeypatch.context() as patched:
-        stopped_after(patched, 2)
-        with pytest.raises(OSError, match="no more"):
-            bx.map(double, "x.npy", out=out, **SIZE)
-    report = bx.map(double, "x.npy", out=out, **SIZE)
-    assert (report.rows, report.reused) == (ROWS, 16)
-    if out == "y.zarr":
-        np.testing.assert_array_equal(zarr_array(out), x * 2)
-    elif out == "y.npy":
-        np.testing.assert_array_equal(np.load(out), x * 2)
-    else:
-        import pyarrow.parquet
-
-        column = pyarrow.parquet.read_table(out)["result"]
-        np.testing.assert_array_equal(np.array(column.to_pylist(), FLOAT), x * 2)
-    again = bx.map(double, "x.npy", out=out, **SIZE)
-    where = f"{out}:result" if out == "y.parquet" else out
-    assert (again.reused, again.outputs) == (ROWS, where)
-    back = bx.map(lambda y: y / 2, again.outputs, progress=False)
-    np.testing.assert_array_equal(back.outputs, x)
-
-
 def test_a_finished_job_compiles_nothing(x, monkeypatch):
     bx.map(double, "x.npy", out="y.zarr", **SIZE)
     monkeypatch.setattr("batchax.datasets.pipeline.Program", None)

@@ -59,15 +59,6 @@ def test_quarantined_rows_are_computed_again_where_it_is_asked_for(out, shards):
     assert np.load(f"{out}.job/ok.npy").all()
 
 
-def test_a_job_that_is_not_finished_tries_quarantined_rows_again():
-    service = Service(bad={3, 30})
-    with pytest.raises(bx.RowError, match="max_errors is 1"):
-        quiet(service, max_errors=1)
-    service.bad = {30}
-    report = quiet(service, max_errors=1, retry_quarantined=True)
-    assert [b.row for b in report.bad] == [30]
-
-
 def test_streams_try_quarantined_rows_again():
     service = Service(bad={3, 30})
     how = dict(out="y.zarr", version="1", batch_size=8, commit_rows=8, on_error="quarantine")

@@ -61,15 +61,6 @@ def test_zarr_is_written_as_asked_and_resumes(out, options, tmp_path):
         assert told.get("dimension_names") == options.get("dimension_names")
 
 
-def test_zarr_written_again_where_a_chunk_of_a_unit_is_gone():
-    options = {"chunk_shape": [4, 2]}
-    bx.map(twice, X, out=DISK, store_options=options, **HOW)
-    before = Path(DISK, "c.3.1").read_bytes()
-    Path(DISK, "c.3.1").unlink()
-    assert bx.map(twice, X, out=DISK, store_options=options, **HOW).reused == 25
-    assert Path(DISK, "c.3.1").read_bytes() == before
-
-
 def test_each_array_of_a_group_may_have_its_own():
     both = lambda x: {"y": x, "in": {"s": x.sum()}}
     options = {"codecs": ZSTD, "in/s": {"chunk_shape": [2]}, "y": {"codecs": [{"name": "bytes"}]}}

@@ -831,13 +831,6 @@ def test_a_traceback_is_kept_once_for_rows_that_fail_alike():
     assert [json.loads(line)["row"] for line in lines] == list(range(1, ROWS))
 
 
-def test_no_rows_are_a_table_without_rows():
-    bx.map(lambda x: {"a": x.sum(), "b": x}, X[:0], out="y.parquet", progress=False)
-    table = pyarrow.parquet.read_table("y.parquet")
-    assert (table.num_rows, table.column_names) == (0, ["a", "b"])
-    assert bx.map(double, "y.parquet:a", progress=False).rows == 0
-
-
 def test_fewer_units_than_shards():
     options = dict(out="y.npy", batch_size=6, commit_rows=6, progress=False)
     report = bx.map(double, X, executor="shard:1/4", **options)

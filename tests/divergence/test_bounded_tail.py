@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.analysis.thresholds import TABLE
-from batchax.divergence.runner import Runner
 
 from support import oracle
 from support.forced import FORCED
@@ -15,6 +13,7 @@ from support.forced import FORCED
 N = 16
 MATRIX = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3)) / 2, float)
 POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), float)
+NARROW = bx.Compact(width=4)
 SERIES = jnp.asarray(np.random.default_rng(2).normal(size=(N, 9, 3)), float)
 COUNTS = {
     "others": [3, 0, 12, 7, 7, 1, 0, 12, 5, 5, 40, 2, 1, 1, 0, 9],
@@ -23,7 +22,6 @@ COUNTS = {
     "one is left": [1] * (N - 1) + [40],
     "half is left": [0] * (N // 2) + [11] * (N // 2),
 }
-ONE_DEVICE = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
 
 
 def settled(count, x, matrix, most=15):
@@ -65,8 +63,8 @@ def derivatives(name, divergence):
     return oracle.together(first), oracle.together(second)
 
 
-def compare(name, which):
-    both = [derivatives(name, way)[which] for way in (FORCED, "predicate")]
+def compare(name, which, way=FORCED):
+    both = [derivatives(name, way)[which] for way in (way, "predicate")]
     compiled, other = oracle.at_once(*both), PROGRAMS[name][1]
     for label, counts in COUNTS.items():
         oracle.same(*compiled(jnp.asarray(counts), POINTS, other), None, f"{label}: ")
@@ -75,47 +73,17 @@ def compare(name, which):
     oracle.same(*compiled(counts, points, other), None, "not finite: ")
 
 
+@pytest.mark.parametrize("way", [FORCED, NARROW], ids=["auto", "compact"])
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.each_commit(1)
-def test_values_and_derivatives(name):
-    compare(name, 0)
+@pytest.mark.each_commit(2)
+def test_values_and_derivatives(name, way):
+    compare(name, 0, way)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_derivatives_of_derivatives(name):
     compare(name, 1)
-
-
-def notes(fun, *args, **options):
-    explained = bx.explain(fun, divergence=ONE_DEVICE, **options)(*args)
-    return [e.notes for e in explained.equations if "bounded loop" in e.primitive]
-
-
-def test_lanes_leave_where_steps_are_expensive():
-    args = jnp.zeros(8192, int), jnp.zeros((8192, 64)), jnp.zeros((64, 64))
-    (of_values,) = notes(settled, *args, in_axes=(0, 0, None))
-    assert of_values["widths"][0] == 8192 > of_values["widths"][1]
-    gradient = jax.grad(lambda n, x, w: settled(n, x, w).sum(), 1)
-    for told in notes(gradient, *args, in_axes=(0, 0, None)):
-        assert told["divergence"] == "compact"
-        assert told["widths"][0] == 8192
-    cheap = lambda n, x: bx.bounded_while(lambda x: x < n, lambda x: x + 1, x, max_steps=9)
-    (told,) = notes(cheap, jnp.zeros(8, int), jnp.zeros(8, int))
-    assert told["divergence"] != "compact"
-
-
-def test_cheap_steps_back_are_apart_where_few_lanes_save_much():
-    matrix, x = jnp.zeros((64, 64)), jnp.zeros((512, 64))
-    gradient = jax.grad(lambda n, x, w: settled(n, x, w, 1000).sum(), (1, 2))
-    for told in notes(gradient, jnp.zeros(512, int), x, matrix, in_axes=(0, 0, None)):
-        assert told["widths"][1] <= 64
-    # 100 calls of few steps do not gain back what compiling takes longer.
-    short = jax.grad(lambda n, x, w: settled(n, x, w).sum(), (1, 2))
-    for told in notes(short, jnp.zeros(512, int), x, matrix, in_axes=(0, 0, None)):
-        assert told["divergence"] != "compact"
-    for told in notes(gradient, jnp.zeros(8, int), x[:8], matrix, in_axes=(0, 0, None)):
-        assert told["divergence"] == "masked"
 
 
 def test_what_only_a_derivative_needs_is_compiled_once_forth():
@@ -173,3 +141,22 @@ def test_callbacks_are_made_as_by_masked_lanes():
         return sorted(told)
 
     assert told_of(FORCED) == told_of("predicate") == [0, 0, 1, 1, 2]
+
+
+def test_a_gradient_keeps_residuals_of_one_window():
+    def temporaries(divergence):
+        run = bx.vmap(settled, (0, 0, None), divergence=divergence)
+        gradient = jax.jit(jax.grad(lambda x: jnp.sum(run(counts, x, jnp.eye(32)) ** 2)))
+        return gradient.lower(x).compile().memory_analysis().temp_size_in_bytes
+
+    counts, x = jnp.arange(128) % 9, jnp.ones((128, 32))
+    assert 2 * temporaries(bx.Compact(8)) < temporaries("predicate")
+
+
+def test_collectives_are_refused():
+    def f(n, x):
+        step = lambda c: c + jax.lax.pmax(x, "lanes")
+        return bx.bounded_while(lambda c: c < n, step, x, max_steps=5)
+
+    with pytest.raises(bx.UnsupportedError, match=r"pmax.*bounded loop"):
+        bx.vmap(f, axis_name="lanes", divergence=NARROW)(POINTS[:, 0], POINTS[:, 1])

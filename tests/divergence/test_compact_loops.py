@@ -77,25 +77,6 @@ def test_steps_that_compute_nothing():
     check(f, COUNTS > 3, POINTS[:, :0], divergence=bx.Compact(), derivatives=False)
 
 
-def test_one_lane_and_none():
-    check(power, COUNTS[:1], POINTS[:1])
-    empty = bx.vmap(power, divergence=NARROW)(COUNTS[:0], POINTS[:0])
-    assert [x.shape for x in empty] == [(0,), (0, 3)]
-
-
-def test_many_types_of_carry():
-    def f(n, x):
-        def step(c):
-            i, half, flag, z, key, empty = c
-            return i + 1, half * 2, ~flag, z * 1j, jax.random.fold_in(key, i), empty
-
-        init = 0, jnp.float16(0.25), False, lax.complex(x, x), jax.random.key(3), jnp.ones((0, 2))
-        i, half, flag, z, key, empty = lax.while_loop(lambda c: c[0] < n % 7, step, init)
-        return i, half, flag, z, jax.random.uniform(key), empty
-
-    check(f, COUNTS, POINTS[:, 0])
-
-
 def test_lanes_that_are_done_do_no_harm():
     """A finished lane would divide by zero; an inner loop would not end for it (#2947)."""
 
@@ -274,16 +255,6 @@ def test_effects_are_those_of_masked_lanes(ordered):
         assert {i for m, i in compact if m == n} >= set(range(n))
 
 
-def test_devices_other_than_processors(monkeypatch):
-    """They list the lanes of a window in another way."""
-    expected = jax.jit(bx.vmap(power))(COUNTS, POINTS)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    steps = bx.LaneSteps()
-    ours = jax.jit(bx.vmap(power, divergence=bx.Compact(width=4, steps=steps)))
-    oracle.same(ours(COUNTS, POINTS), expected, None, "masked")
-    assert steps.useful == int(COUNTS.sum())
-
-
 def test_lane_steps_are_counted():
     steps = bx.LaneSteps()
     run = jax.jit(bx.vmap(power, divergence=bx.Compact(width=4, steps=steps)))
@@ -350,15 +321,3 @@ def test_arrays_updated_in_place_are_not_copied():
     inside = body(loop.params["program"].jaxpr)["body_jaxpr"].jaxpr
     selects = [e for e in inside.eqns if e.primitive.name == "select_n"]
     assert all(e.outvars[0].aval.shape != (N, 300) for e in selects)
-
-
-def test_an_array_that_stays_in_place_is_no_work_of_a_step():
-    def write(n, x):
-        body = lambda c: (c[0] + 1, c[1].at[c[0]].set(jnp.sin(c[1][c[0] - 1])))
-        return lax.while_loop(lambda c: c[0] < n, body, (1, x))
-
-    # Were all of it read and written at each step, four lanes would be worth two windows.
-    given = jnp.arange(4) + 3, jnp.zeros((4, 10_000))
-    jaxpr = str(jax.make_jaxpr(bx.vmap(write, divergence="compact"))(*given))
-    masked = str(jax.make_jaxpr(bx.vmap(write))(*given))
-    assert jaxpr.count("while[") == masked.count("while[")

@@ -114,12 +114,6 @@ def two(taken, x, w):
     return lax.cond(taken, products, lambda x, w: products(-x, w), x, w)
 
 
-def within(taken, x, w):
-    """A branch in a branch that is compiled twice."""
-    inside = lambda x, w: one_of_two(x[0] > 0, products(x, w), w)
-    return lax.cond(taken, inside, lambda x, w: x, x, w)
-
-
 def short(taken, x, w):
     return lax.cond(taken, lambda x, w: w @ x, lambda x, w: x, x, w)
 
@@ -157,41 +151,6 @@ def test_what_runs_is_chosen_by_what_a_branch_costs():
     assert conds(two) == [("grouped", [0, 1], [])]
 
 
-def test_a_branch_inside_another_is_compiled_no_more_than_twice():
-    args = jnp.zeros(256, bool), jnp.ones((256, 24)), jnp.ones((24, 24))
-    for fun in (one_of_two, within):
-        how = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
-        program = jax.jit(bx.vmap(fun, (0, 0, None), divergence=how)).lower(*args).as_text()
-        assert program.count("tanh") <= 2 * 20 * (1 + (fun is within))
-
-
-def test_where_all_run_nobody_asks_whether_one_does():
-    args = jnp.zeros(1024, bool), jnp.ones((1024, 24)), jnp.ones((24, 24))
-    steps = lambda x, w: lax.fori_loop(0, 20, lambda _, x: jnp.tanh(w @ x), x)
-    f = lambda taken, x, w: lax.cond(taken, steps, lambda x, w: x, x, w)
-    how = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
-    text = jax.jit(bx.vmap(f, (0, 0, None), divergence=how)).lower(*args).as_text()
-    assert text.count("stablehlo.tanh") == 2
-    assert "stablehlo.or across" not in text  # of the lanes that take it
-
-
-def test_a_short_branch_that_would_copy_what_lanes_share_is_compiled_once():
-    steps = lambda x, w: lax.fori_loop(0, 20, lambda _, x: jnp.tanh(w @ x), x)
-    f = lambda taken, x, w: lax.cond(taken, steps, lambda x, w: x, x, w)
-    typed = jax.ShapeDtypeStruct
-    args = typed((8192,), bool), typed((8192, 64), np.float32), typed((64, 64), np.float32)
-
-    def compiled(**limits):
-        how = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, **limits))
-        batched = bx.vmap(f, (0, 0, None), divergence=how)
-        gradient = jax.grad(lambda taken, x, w: batched(taken, x, w).sum(), (1, 2))
-        programs = (jax.jit(g).lower(*args).as_text() for g in (batched, gradient))
-        return [text.count("stablehlo.tanh") for text in programs]
-
-    assert compiled() == [1, 1]
-    assert compiled(min_core_work=float("inf")) == [2, 2]
-
-
 def test_nobody_runs_or_some_or_all():
     """Chunks return ones, all lanes at once twos."""
 
@@ -206,22 +165,6 @@ def test_nobody_runs_or_some_or_all():
         expected = np.full(LANES, 2) if count >= 20 else taken * 1
         np.testing.assert_array_equal(run(taken), expected)
         np.testing.assert_array_equal(chunk_loop(loop, [jnp.asarray(taken)])[0], expected)
-
-
-def test_explain_says_what_runs():
-    options = {"in_axes": (0, 0, None), "divergence": DECIDED, "measure": True, "time_limit": 0}
-    explanation = bx.explain(short, **options)(takers(3), *data())
-    assert "branch 1 for the lanes that take it, or for all if most do" in str(explanation)
-    assert [s.way for s in explanation.steps] == ["decided"]
-
-
-def test_devices():
-    x, w = data()
-    x, taken = jnp.abs(x), takers(20)
-    how = Runner(thresholds=DECIDED.thresholds._replace(max_devices=1))
-    f = functools.partial(bx.vmap, one_of_two, (0, 0, None))
-    got = jax.jit(f(divergence=how, mesh="all"))(taken, x, w)
-    same(got, jax.jit(f(divergence="predicate"))(taken, x, w))
 
 
 N, D = 11, 6
@@ -311,28 +254,6 @@ def test_derivatives_are_those_of_masked_lanes(way, worth, monkeypatch):
     assert [n > 0 for n in loops] == [True, way != "masked"]
 
 
-def products_of_branch_derivatives(x):
-    for _ in range(8):
-        x = jnp.tanh(x @ x)
-    return x
-
-
-@pytest.mark.parametrize(
-    ("expensive", "name", "kept"),
-    [
-        (lambda x: lax.sort((x[0], x[1]))[1] * x, "sort", True),
-        (products_of_branch_derivatives, "tanh", False),
-    ],
-    ids=["a sort", "products"],
-)
-def test_what_takes_long_and_little_room_is_kept(expensive, name, kept):
-    batched = bx.vmap(lambda t, x: lax.cond(t, expensive, lambda x: x, x), divergence="compact")
-    gradient = jax.grad(lambda x, t: batched(t, x).sum())
-    args = jax.ShapeDtypeStruct((512, 64, 64), jnp.float32), jax.ShapeDtypeStruct((512,), bool)
-    forward = count(name, lambda x, t: batched(t, x), *args)
-    assert (count(name, gradient, *args) == forward) == kept
-
-
 def test_branches_without_a_linear_part():
     """JAX computes values and tangents of such a window together, in forward mode alone."""
 
@@ -352,7 +273,6 @@ RNG = np.random.default_rng(0)
 XS = RNG.normal(size=(LANES_GRADIENTS_OF_BRANCHES, 3)).astype(np.float32)
 TAKEN_GRADIENTS_OF_BRANCHES = RNG.integers(0, 3, (LANES_GRADIENTS_OF_BRANCHES, STEPS))
 MATRIX = RNG.normal(size=(3, 3)).astype(np.float32)
-
 in_blocks = functools.partial(bx.vmap, divergence=forced.FORCED)
 
 
@@ -469,63 +389,6 @@ def test_tangents_and_second_derivatives(fun):
         return run
 
     both_ways(tangents, [fun])
-
-
-def test_lanes_of_an_outer_vmap_and_of_devices():
-    def two(vmap):
-        return lambda x, taken, matrix: jax.vmap(vmap(seldom, (0, None, None)), (None, 0, None))(
-            x, taken, matrix
-        )
-
-    loss = lambda vmap: jax.jit(jax.grad(lambda *xs: total(two(vmap), *xs)))
-    oracle.same(
-        loss(in_blocks)(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX),
-        loss(jax.vmap)(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX),
-    )
-    spread = functools.partial(bx.vmap, divergence=forced.FORCED, mesh="all")
-    got = jax.jit(gradient(spread, seldom, (0, 2)))(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX)
-    oracle.same(
-        got, jax.jit(gradient(jax.vmap, seldom, (0, 2)))(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX)
-    )
-
-
-def test_nan_in_a_branch_that_is_not_taken():
-    def fun(x, taken, matrix):
-        def step(x, taken):
-            far = lambda x: jnp.sqrt(x - 1) + layer(x, matrix)
-            x = lax.cond(x.min() > 1, far, lambda x: x * 1.5, jnp.abs(x) + 0.1)
-            return x, x[0]
-
-        return lax.scan(step, x, taken)
-
-    x = XS.copy()
-    x[2] = np.nan
-    run = lambda vmap: jax.jit(gradient(vmap, fun))(x, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX)
-    ours, theirs = (
-        run(in_blocks),
-        [
-            jax.grad(functools.partial(total, fun))(v, TAKEN_GRADIENTS_OF_BRANCHES[0], MATRIX)
-            for v in x
-        ],
-    )
-    oracle.same(ours[1], np.stack(theirs))
-    assert np.isfinite(np.delete(ours[1], 2, 0)).all()
-
-
-def test_who_calls_the_host_in_a_branch():
-    seen = []
-
-    def fun(x, taken, matrix):
-        def called(x):
-            jax.debug.callback(lambda x: seen.append(float(x)), x[0])
-            return layer(x, matrix)
-
-        return lax.scan(lambda x, k: (lax.cond(k == 1, called, jnp.sin, x), k), x, taken)
-
-    got = jax.jit(gradient(in_blocks, fun))(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX)
-    jax.effects_barrier()
-    assert len(seen) >= (TAKEN_GRADIENTS_OF_BRANCHES == 1).sum()
-    oracle.same(got, jax.jit(gradient(jax.vmap, fun))(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX))
 
 
 def test_rules_of_the_users():

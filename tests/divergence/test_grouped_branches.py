@@ -98,28 +98,6 @@ def test_cond(in_axes):
         agree(ours, alone, P, x, w, tolerance=SOME)
 
 
-def test_derivatives_of_every_order():
-    def of(vmap):
-        return lambda x, w: vmap(model, (0, 0, None))(P, x, w)
-
-    ours, masked = of(compact), of(bx.vmap)
-    tangents = (example(X.shape, seed=5), example(W.shape, seed=6))
-    uses = {
-        "jvp": lambda f: jax.jvp(f, (X, W), tangents),
-        "linearize": lambda f: jax.linearize(f, X, W)[1](*tangents),
-        "hvp": lambda f: jax.jvp(jax.grad(total(f), (0, 1)), (X, W), tangents)[1],
-        "grad of grad": lambda f: jax.grad(
-            lambda x, w: jnp.sum(jax.grad(total(f), 1)(x, w) ** 2), (0, 1)
-        )(X, W),
-        "jacrev": lambda f: jax.jacrev(lambda x: f(X, W * x)[0][:, 0])(1.5),
-    }
-    every = lambda f: {name: use(f) for name, use in uses.items()}
-    got, expected = jax.jit(lambda: (every(ours), every(masked)))()
-    for name in uses:
-        same(got[name], expected[name], SOME, name)
-    same(*(jax.grad(total(f), 1)(X, W) for f in (ours, jax.jit(masked))), SOME, "eager")
-
-
 SWITCH = [
     lambda x, w: (steps(x, w), 1.0),
     lambda x, w: (x + 1, 2.0),
@@ -243,39 +221,6 @@ def test_collectives_are_refused(name):
         jax.vmap(inner, axis_name="o")(MASKS, PAIRS)
 
 
-def test_what_no_lane_takes_is_not_run():
-    seen = []
-
-    def f(p, x):
-        def heavy(x):
-            jax.debug.callback(lambda x: seen.append(float(x)), x)
-            return x * 2
-
-        return lax.cond(p, heavy, lambda x: x, x)
-
-    x, run = np.asarray(X)[:, 0], jax.jit(compact(f))
-    for p in (np.asarray(P), np.zeros(N, bool)):
-        seen.clear()
-        jax.block_until_ready(run(p, x))
-        jax.effects_barrier()
-        assert sorted(seen) == sorted(x[p].tolist())
-
-
-def test_nothing_of_a_branch_not_taken_is_seen():
-    def f(p, x, w):
-        return lax.cond(p, lambda x: jnp.sqrt(9 + steps(jnp.log(x), w / x[0])), lambda x: x, x)
-
-    taken = np.asarray(P)
-    x = np.where(taken[:, None], 3.0, np.where(np.arange(D) % 2, 0.0, -np.inf))
-    f_of = lambda x, w: compact(f, (0, 0, None))(P, x, w)
-    of_taken = jax.value_and_grad(lambda x, w: f_of(x, w)[taken].sum(), (0, 1))
-    value, (dx, dw) = jax.device_get(jax.jit(of_taken)(jnp.asarray(x, float), W))
-    assert np.isfinite(value)
-    assert np.isfinite(dx).all()
-    assert np.isfinite(dw).all()
-    assert (dx[~taken] == 0).all()
-
-
 def test_what_stays_masked():
     def with_reference(p, x):
         ref = jax.new_ref(x)
@@ -343,14 +288,6 @@ def test_in_shard_map():
     expected, *results = at_once(*[jax.value_and_grad(total(f), (1, 2)) for f in ways])(P, X, W)
     for got in results:
         same(got, expected, SOME)
-
-
-def test_values_are_the_same_to_the_bit():
-    f = lambda p, x: lax.cond(p, lambda x: lax.fori_loop(0, 900, step, x), lambda x: x * 3, x)
-    step = lambda i, x: x + 0.01 * lax.sin(x * i)
-    ours, masked = at_once(compact(f), bx.vmap(f))(P, X)
-    assert loops_over_picks(compact(f), P, X) == 1
-    assert (ours == masked).all()
 
 
 def test_a_result_of_dtype_float0():

@@ -7,15 +7,12 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.analysis.thresholds import TABLE
 from batchax.divergence.policy import Tiles
-from batchax.divergence.runner import Runner
 from batchax.divergence.tiles import run_in_tiles
 from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.bodies import with_inside
-from divergence.test_flat_loops import FLAT
 
-from support.forced import FORCED, ONE_FUNCTION
+from support.forced import FORCED, KERNELS, LAST, ONE_FUNCTION
 from support.oracle import same
 
 N = 23  # two blocks of eight, and one more that begins within the second
@@ -52,6 +49,7 @@ def several(count, x, key, table):
         "inside": lax.while_loop(lambda c: c[0] > 0, inner, (count, 0)),
         "alone": lax.while_loop(lambda odd: odd, lambda odd: ~odd, count > 3),
         "scanned": lax.scan(lambda x, k: (power((count + k) % 5, x)[1], k), x, jnp.arange(3)),
+        "lanes of its own": jax.vmap(power)(jnp.arange(3) + count, x),
     }
 
 
@@ -61,22 +59,27 @@ def functions(batched, *args):
     return text.count("xla_cpu_small_call")
 
 
-def test_loops_of_many_kinds():
+@pytest.mark.parametrize(
+    "way", [FORCED, KERNELS, LAST, ONE_FUNCTION], ids=["window", "tiles", "last", "kernel"]
+)
+@pytest.mark.each_commit(2, "last", "kernel")
+def test_loops_of_many_kinds(way):
     points = POINTS.at[4].set(jnp.nan).at[11, 0].set(jnp.nan)
     args = COUNTS, points, jax.random.split(jax.random.key(0), N)
     table = jnp.arange(5.0)
     whole = lambda way: bx.vmap(several, (0, 0, 0, None), divergence=way)
-    assert functions(whole(ONE_FUNCTION), *args, table) == 5
+    if way is ONE_FUNCTION:
+        assert functions(whole(way), *args, table) == 6
     kind = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("d",), axis_types=kind, devices=jax.devices()[:2])
     even = [jnp.concatenate([x, x[::-1]]) for x in args[:2]]
-    lanes, spec = bx.vmap(power, divergence=ONE_FUNCTION), jax.P("d")
+    lanes, spec = bx.vmap(power, divergence=way), jax.P("d")
     spread = jax.shard_map(lanes, mesh=mesh, in_specs=spec, out_specs=spec)
-    chunked = bx.vmap(power, divergence=ONE_FUNCTION, batch_size=20)
+    chunked = bx.vmap(power, divergence=way, batch_size=20)
 
     @jax.jit
     def both(*args):
-        ours = whole(ONE_FUNCTION)(*args, table), chunked(*args[:2]), spread(*even)
+        ours = whole(way)(*args, table), chunked(*args[:2]), spread(*even)
         masked = jax.vmap(power)
         return ours, (whole("predicate")(*args, table), masked(*args[:2]), masked(*even))
 
@@ -203,73 +206,6 @@ def test_no_lanes_part_in_a_function():
     batched = bx.vmap(of_branches, divergence=ONE_FUNCTION)
     assert functions(batched, COUNTS, POINTS)
     same(jax.jit(batched)(COUNTS, POINTS), jax.jit(jax.vmap(of_branches))(COUNTS, POINTS), None)
-
-
-def test_which_loops_run_so_is_told_by_their_cost():
-    limits = TABLE["cpu-large"]._replace(max_devices=1_000)
-    way = Runner(thresholds=limits)
-
-    def counted_in_words(count, x):  # in double precision, too, where moving an `int` costs more
-        step = lambda c: (c[0] + 1, jnp.tanh(0.9 * c[1]))
-        return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))
-
-    def widths(lanes, numbers):
-        args = jnp.zeros(lanes, jnp.int32), jnp.zeros((lanes, numbers), jnp.float32)
-        (told,) = bx.explain(counted_in_words, divergence=way)(*args).equations
-        in_kernel = told.notes["divergence"] in ("tiles", "alone")
-        return told.notes["widths"] if in_kernel else ()
-
-    assert widths(1024, 1) == (128,)
-    assert widths(200, 1) == (100,)
-    assert widths(1024, 2) == (128,)
-    assert widths(1024, 3) == (80,)
-    assert widths(1024, 24) == (8,)
-    assert widths(200, 64) == (1,)  # a lane by itself fills the registers of a CPU
-    assert widths(100, 1) == ()
-    assert widths(1 << 17, 1) == ()  # more cores than one are useful
-
-
-def test_loops_inside_others_that_neighbours_take_in_turn_keep_their_barrier():
-    way = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
-
-    def drawn(x, numbers):
-        def draw(x, count):
-            step = lambda c: (c[0] + 1, jnp.tanh(0.9 * c[1]))
-            return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))[1], None
-
-        return lax.scan(draw, x, numbers)[0]
-
-    def told(lanes, numbers):
-        args = jnp.zeros((lanes, numbers), jnp.float32), jnp.zeros((lanes, 5), jnp.int32)
-        return str(bx.explain(drawn, divergence=way)(*args))
-
-    assert "tiles of 8 lanes" in told(1024, 24)
-    assert FLAT in told(100, 2000)  # too few for a turn
-
-
-def test_windows_of_compact_are_no_kernels():
-    counts = np.asarray(np.random.default_rng(1).pareto(1.0, 512) * 3).clip(0, 60)
-    counts = jnp.asarray(counts, jnp.int32).at[5].set(90)
-    points = np.random.default_rng(2).normal(size=(512, 64))
-    points = jnp.asarray(points, float).at[4].set(jnp.nan).at[5, 0].set(jnp.nan)
-
-    def of_two(count, x):
-        step = lambda c: (c[0] + 1, jnp.sin(c[1]) + lax.axis_index("outer"))
-        return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
-
-    assert functions(bx.vmap(power, divergence="compact"), counts, points) == 0
-
-    def all_of(vmap):
-        moved = lambda x: vmap(power)(counts, x)[1]
-        outer = jax.vmap(vmap(of_two), axis_name="outer")
-        twice = jnp.stack([counts, counts[::-1]]), jnp.stack([points, points + 1])
-        return vmap(power)(counts, points), jax.jvp(moved, (points,), (points,)), outer(*twice)
-
-    @jax.jit
-    def both():
-        return all_of(lambda f: bx.vmap(f, divergence="compact")), all_of(jax.vmap)
-
-    same(*both())
 
 
 def test_loops_that_make_references():

@@ -1,4 +1,4 @@
-"""Drawn programs of loops and branches: compacted lanes compute what masked ones do."""
+"""Drawn programs of loops and branches: lanes that diverge compute what masked ones do."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,12 @@ from jax import lax
 
 import batchax as bx
 
+from support import forced
 from support.oracle import same
 
 N = 13
+WAYS = [bx.Compact(width=2), forced.DECIDED, bx.Compact(width=4, threshold=0.25), forced.FORCED]
+WAYS += [forced.KERNELS, forced.LAST, forced.ALONE, forced.MASKED_DERIVATIVES]
 
 
 def drawn(rng, depth):
@@ -49,17 +52,16 @@ def drawn(rng, depth):
     return [loop, bounded, memory, branch, scan, nested][rng.integers(6)]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(16))
 @pytest.mark.each_commit(2)
 def test_drawn_programs(seed):
     rng = np.random.default_rng(seed)
     fun = drawn(rng, 3)
     n = jnp.asarray(rng.integers(0, 30, N))
     x = jnp.asarray(rng.normal(size=(N, 4)), float)
-    compact = bx.Compact(width=(2, 4)[seed % 2], threshold=(None, 0.25)[seed % 2])
 
     def both(divergence):
         of = lambda x: bx.vmap(fun, divergence=divergence)(n, x)
         return jax.jit(lambda x: jax.jvp(of, (x,), (jnp.ones_like(x),)))(x)
 
-    same(both(compact), both("predicate"), {"rtol": 1e-4, "atol": 1e-5})
+    same(both(WAYS[seed % len(WAYS)]), both("predicate"), {"rtol": 1e-4, "atol": 1e-5})

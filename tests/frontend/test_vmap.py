@@ -117,7 +117,6 @@ def test_what_the_function_does_to_unmapped_containers_stays_inside():
 _WAYS = {
     "plain": {},
     "chunks": dict(batch_size=2),
-    "compact": dict(divergence="compact"),
     "mesh": dict(mesh="all"),
 }
 

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
@@ -49,15 +48,6 @@ def test_results_stay_where_they_are_made(in_axes):
             same(got if axis is not None else jnp.stack([got] * 4), jnp.moveaxis(e, 0, axis or 0))
 
 
-def test_results_where_they_are_wanted():
-    x, y = example((4, 3)), example((4,))
-    batched = bx.batch_jaxpr(STAGED, 4, (0, 0), (1, bx.AUTO, 0))
-    assert batched[1] == (1, 0, 0)
-    same(tuple(run(batched, x, y)), plainly(jax.vmap(program, out_axes=(1, 0, 0)), x, y))
-    numpys = bx.batch_jaxpr(STAGED, 4, [np.int64(0), np.int64(0)], [np.int64(1), bx.AUTO, 0])
-    assert numpys[1] == (1, 0, 0)
-
-
 def test_collectives_and_inner_programs():
     def fun(x):
         return lax.scan(lambda c, _: (lax.psum(c, "i"), lax.axis_index("i")), x, None, length=2)
@@ -67,15 +57,6 @@ def test_collectives_and_inner_programs():
     total, indices = run(batched, jnp.arange(4.0))
     same(total, jnp.full(4, 24.0))
     same(indices, jnp.stack([jnp.arange(4, dtype=jnp.int32)] * 2, 1))
-
-
-def test_axes_from_the_end():
-    x, y = example((3, 4)), example((4,))
-    batched = bx.batch_jaxpr(STAGED, 4, (-1, -1), (-1, -1, bx.AUTO))
-    assert batched[1] == (1, 0, None)
-    sums, doubled, total = run(batched, x, y)
-    same((sums, doubled), jax.vmap(program, (1, 0), (1, 0, 0))(x, y)[:2])
-    same(total, TABLE.sum())
 
 
 def test_zero_if_mapped():
@@ -122,21 +103,6 @@ def test_each_of_any_number_of_lanes_reads_where_it_wants(name):
     exported = jax.export.export(jax.jit(jaxpr_as_fun(batched)))(*types)
     x, i = example((4, 3)), jnp.array([2, 1, 1, 2], jnp.int32)
     same(exported.call(x, i)[0], plainly(jax.vmap(READS[name]), x, i))
-
-
-def test_lanes_sharded_over_a_mesh():
-    devices = jax.devices()[:2]
-    mesh = jax.make_mesh((2,), ("d",), devices=devices)
-
-    def fun(x):
-        spec = jax.sharding.PartitionSpec(None)
-        return lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec)) * 2
-
-    staged = jax.make_jaxpr(fun)(jnp.ones(3))
-    batched, _ = bx.batch_jaxpr(staged, 4, 0, 0, spmd_axis_name="d")
-    (constraint,) = (e for e in batched.eqns if e.primitive.name == "sharding_constraint")
-    assert constraint.params["sharding"].spec[0] == "d"
-    same(jax.jit(jaxpr_as_fun(batched))(jnp.ones((4, 3)))[0], jnp.full((4, 3), 2.0))
 
 
 def test_an_output_that_must_not_depend_on_the_batch():

@@ -65,19 +65,6 @@ def test_jax_rule_sees_the_axis_name():
     assert jnp.array_equal(got, 3 * X)
 
 
-def test_jax_rule_of_several_results_and_without_lanes():
-    p = Primitive("halves")
-    p.multiple_results = True
-    p.def_impl(lambda x, y: [x / 2, y / 2])
-    p.def_abstract_eval(lambda x, y: [x, y])
-    batching.primitive_batchers[p] = lambda args, dims: (p.bind(*args), dims)
-    half, shared = bx.vmap(lambda x, y: tuple(p.bind(x, y)), (1, None), (0, None))(X.T, 4.0)
-    assert jnp.array_equal(half, X / 2)
-    assert shared == 2.0
-    half, _ = bx.vmap(lambda x, y: tuple(p.bind(x, y)), (0, None), (0, None))(X[:0], 4.0)
-    assert half.shape == (0, 2)
-
-
 def without_rule(name):
     """A primitive that doubles, of which neither batchax nor JAX knows how to batch it."""
     p = primitive(name)
@@ -137,19 +124,6 @@ def test_no_rule_anywhere_composes():
     assert jnp.array_equal(jax.grad(total)(X), jnp.full_like(X, 2))
     inside = bx.vmap(jax.grad(lambda x: doubled(x).sum()))(X)
     assert jnp.array_equal(inside, jnp.full_like(X, 2))
-
-
-def test_no_rule_is_needed_where_nothing_is_batched():
-    got = bx.vmap(lambda x, y: x + doubled(y), (0, None))(X, 1.0)
-    assert jnp.array_equal(got, X + 2)
-
-
-@pytest.mark.filterwarnings("ignore::batchax.SequentialFallbackWarning")
-def test_a_collective_without_rule_uses_other_axes():
-    """A lane alone has no other lanes, but outer axes are still there."""
-    inner = bx.vmap(lambda x: doubled(lax.psum(x, "o")))
-    got = bx.vmap(inner, axis_name="o")(jnp.stack([X, X]))
-    assert jnp.array_equal(got, jnp.stack([4 * X] * 2))
 
 
 def lanes_p():

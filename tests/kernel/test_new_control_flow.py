@@ -195,14 +195,6 @@ def test_rows_of_different_lengths(layout):
     check_rows(wave, rows, layout=layout)
 
 
-def test_as_many_steps_as_a_row_is_long():
-    f = lambda row: repeat(lambda c: [jnp.sin(c) + 1], row.shape[0], row)[0]
-    rows = bx.Ragged.from_rows([jnp.ones(3), jnp.ones(2)])
-    got = bx.vmap(f)(rows)
-    for i in range(2):
-        same(got.rows()[i], f(rows.rows()[i]))
-
-
 def test_explain_shows_its_body():
     found = bx.explain(wave, compile=False)(example((4,)))
     (whole,) = [e for e in found.walk() if e.primitive == "test_repeat"]
@@ -229,11 +221,3 @@ def test_the_search_for_nonfinite_looks_into_its_body():
     assert (first.primitive, first.iterations) == ("log", (1,))  # an infinity, and then a NaN
     assert first.turned.startswith("`log` test_new_control_flow.py")
     assert (second.primitive, second.kind, second.iterations) == ("log", "nan", (2,))
-
-
-def test_two_that_differ_in_their_steps_are_not_the_same():
-    step = lambda c: [jnp.sin(c)]
-    thrice, twice = (lambda x, n=n: repeat(step, n, x)[0] for n in (3, 2))
-    assert bx.same_program(thrice, thrice, 1.0)
-    assert not bx.same_program(thrice, twice, 1.0)
-    assert not bx.same_program(thrice, lambda x: repeat(lambda c: [jnp.cos(c)], 3, x)[0], 1.0)

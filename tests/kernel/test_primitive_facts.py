@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from jax.extend.core.primitives import scan_p
 
-import batchax as bx
 from batchax._compat import find_primitive
 from batchax.jaxprs.primitive_facts import UNKNOWN, Facts, enter, facts_of, has_entry
 from test_primitives import JAX_ONLY
 
 from support.every_rule import RULES
-from support.oracle import plainly, same
 
 # In a process of its own: other tests and libraries add primitives to JAX's tables.
 LISTED = """
@@ -135,34 +133,3 @@ def test_tables():
 
 
 # --- a program that is recomputed in reverse: one kind of call among others ------------------
-
-ROWS = [np.arange(1.0, n + 1, dtype=np.float32) / 3 for n in (3, 1, 4)]
-
-
-def of_a_row(row, c):
-    """Reductions of a row, values that differ between rows, its size, and a call inside."""
-    scaled = jax.jit(lambda row: row * c)(row)
-    total = (row * scaled).sum() + row.shape[0]
-    return jnp.sin(scaled), total, jnp.exp(row - row.max()).sum()
-
-
-@pytest.mark.parametrize("layout", ["auto", "packed", "padded"])
-def test_a_checkpointed_reduction_over_rows_packs(layout):
-    c, again = jnp.arange(3, dtype=jnp.float32), jax.checkpoint(of_a_row)
-    rows = bx.Ragged.from_rows(ROWS)
-    whole, *numbers = jax.jit(bx.vmap(again, layout=layout))(rows, c)
-    totals = lambda f: (
-        lambda d, n: sum(x.sum() for x in bx.vmap(f, layout=layout)(bx.Ragged(d, n, 4), c)[1:])
-    )
-    lengths = jnp.asarray([3, 1, 4])
-    gradient = jax.jit(jax.grad(totals(again)))(rows.data, lengths)
-    same(gradient, plainly(jax.grad(totals(of_a_row)), rows.data, lengths), dict(rtol=1e-5))
-    for i, row in enumerate(ROWS):
-        expected = of_a_row(row, c[i])
-        same((whole.rows()[i], *(x[i] for x in numbers)), expected, dict(rtol=1e-5))
-    assert "remat" in str(jax.make_jaxpr(jax.grad(totals(again)))(rows.data, lengths))
-    if layout == "auto":
-        explained = bx.explain(again, compile=False)(rows, c)
-        assert {e.rule for e in explained.walk() if e.primitive.startswith("reduce")} == {
-            "rows.packed"
-        }

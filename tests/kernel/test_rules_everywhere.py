@@ -87,17 +87,12 @@ XX, CC = example((2, 4, 3)), example((2, 4), seed=1)
 
 WAYS = {
     "vmap": lambda f: jax.vmap(f)(X, C),
-    "one shared": lambda f: jax.vmap(f, (1, None), (1, 0))(X.T, C[0]),
     "jit": lambda f: jax.vmap(jax.jit(f))(X, C),
     "loop": lambda f: jax.vmap(lambda x, c: lax.scan(lambda x, _: f(x, c), x, None, 2))(X, C),
-    "map": lambda f: lax.map(lambda xc: f(*xc), (X, C), batch_size=3),
     "forward": lambda f: jax.jacfwd(f, (0, 1))(X[0], C[0]),
-    "reverse": lambda f: jax.jacrev(f, (0, 1))(X[0], C[0]),
     "hessian": lambda f: jax.hessian(lambda x: f(x, C[0])[1])(X[0]),
     "jax in bx": lambda f: bx.vmap(jax.vmap(f))(XX, CC),
-    "bx in jax": lambda f: jax.vmap(bx.vmap(f))(XX, CC),
     "chunks in jax": lambda f: jax.vmap(bx.vmap(f, batch_size=3))(XX, CC),
-    "jax in chunks": lambda f: bx.vmap(jax.vmap(f), batch_size=2)(XX, CC),
     "gradients": lambda f: jax.vmap(jax.grad(lambda x, c: f(x, c)[1], (0, 1)))(X, C),
 }
 
@@ -118,14 +113,6 @@ def test_what_a_rule_is_told_by_jax():
         got = jax.jit(jax.vmap(twisted_p.bind, spmd_axis_name="m"))(x)
     same(got, twisted(X))
     assert CALLS == [(4, "i", None), (4, None, ("m",))]
-
-
-def test_a_batch_sharded_by_its_type():
-    mesh = jax.make_mesh((4,), ("m",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, P("m")))
-        got = jax.vmap(lambda x: cubed_p.bind(x) + norm_p.bind(x, axes=(0,)))(x)
-    same(np.asarray(got), np.asarray(X**3 + jnp.sqrt(1 + (X * X).sum(1, keepdims=True))))
 
 
 def test_a_rule_is_not_asked_where_nothing_is_batched():

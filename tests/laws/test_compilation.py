@@ -1,7 +1,5 @@
 """What jax.jit, ahead-of-time compilation and export make of a batched function."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +7,7 @@ from jax import export, lax
 
 import batchax as bx
 
-from support.oracle import example, plainly, same
+from support.oracle import example, same
 
 X = example((3, 4), seed=1)
 W = example((4, 2), seed=2)
@@ -26,25 +24,6 @@ BATCHED = bx.vmap(layer, (0, None))
 EXPECTED = jax.vmap(layer, (0, None))
 
 
-def test_donation():
-    @functools.partial(jax.jit, donate_argnums=0)
-    @functools.partial(bx.vmap, in_axes=(0, None))
-    def f(x, b):
-        return x * 2 + b
-
-    lowered = f.lower(X, W[:, 0])
-    assert "jax.buffer_donor" in lowered.as_text() or "tf.aliasing_output" in lowered.as_text()
-    x = jnp.array(X)
-    same(f(x, W[:, 0]), X * 2 + W[:, 0])
-    assert x.is_deleted()
-
-
-def test_donation_inside():
-    inner = jax.jit(lambda x: x * 2, donate_argnums=0)
-    x = jnp.array(X)
-    same(bx.vmap(inner)(x), X * 2)
-
-
 def test_lowering_and_compiling_ahead_of_time():
     lowered = jax.jit(BATCHED).lower(jax.ShapeDtypeStruct((3, 4), X.dtype), W)
     compiled = lowered.compile()
@@ -52,26 +31,6 @@ def test_lowering_and_compiling_ahead_of_time():
     theirs = jax.jit(EXPECTED).lower(jax.ShapeDtypeStruct((3, 4), X.dtype), W)
     ours, theirs = (c.compile().cost_analysis() for c in (lowered, theirs))
     assert ours["flops"] <= theirs["flops"]
-
-
-def test_static_arguments():
-    @functools.partial(jax.jit, static_argnums=1)
-    def f(x, n):
-        return bx.vmap(lambda row: row[:n])(x)
-
-    same(f(X, 2), X[:, :2])
-    same(bx.vmap(jax.jit(lambda x, n: x[:n], static_argnums=1), (0, None))(X, 2), X[:, :2])
-
-
-@pytest.mark.parametrize("differentiated", [False, True])
-def test_export(differentiated):
-    def f(v):
-        if not differentiated:
-            return v
-        return jax.grad(lambda x, w: sum(t.sum() for t in v(x, w)), (0, 1))
-
-    exported = export.export(jax.jit(f(BATCHED)))(X, W)
-    same(jax.tree.leaves(exported.call(X, W)), jax.tree.leaves(f(EXPECTED)(X, W)))
 
 
 def test_export_with_derivatives():
@@ -93,15 +52,6 @@ def test_export_for_any_batch_size(given):
     for size in (1, 3, 5):
         x = example((size, 4), seed=size)
         same(exported.call(x, W), EXPECTED(x, W))
-
-
-def test_export_of_a_collective_for_any_batch_size():
-    f = lambda x: x - lax.psum(x, "i") + lax.axis_index("i")
-    (n,) = export.symbolic_shape("n")
-    exported = export.export(jax.jit(bx.vmap(f, axis_name="i")))(
-        jax.ShapeDtypeStruct((n, 4), X.dtype)
-    )
-    same(exported.call(X), plainly(jax.vmap(f, axis_name="i"), X))
 
 
 def test_a_function_batched_again_after_jit_is_compiled_once():

@@ -38,6 +38,7 @@ def error_of(vmap, fun, xs):
 
 @pytest.mark.parametrize("fun", [checked, solved, inverted])
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"divergence": "compact"}])
+@pytest.mark.each_commit(4)
 def test_errors_are_those_of_the_library(fun, options, monkeypatch):
     monkeypatch.setenv("EQX_ON_ERROR", "raise")
     xs = jnp.arange(4.0)

@@ -13,13 +13,11 @@ from flax import linen, nnx
 from jax import lax
 
 import batchax as bx
-from batchax.frontend.in_axes import without_objects
 
 from support.high_operations import centered, normalized, product
 from support.oracle import example, same, together
 
 LANES = 3
-QUICK = {"xla_backend_optimization_level": 0}
 CLOSE = dict(rtol=2e-4, atol=2e-5)
 # Flax keeps averages in float32.
 XS, YS = (example((LANES, n), seed=n).astype(np.float32) for n in (4, 2))
@@ -72,25 +70,11 @@ def changed(model, x, y):
     return loss(model, x, y), nnx.state(model)
 
 
-def gradient_step(model, x, y):
-    model.layer.kernel[...] -= 0.1 * nnx.grad(loss)(model, x, y)["layer"]["kernel"][...]
-    return model.layer.kernel[...]
-
-
-def mapped_inside(model, x, y):
-    return nnx.vmap(lambda model, x: model.layer(x), in_axes=(None, 0))(
-        model, jnp.stack([x, 2 * x])
-    )
-
-
 NNX = {
-    "gradient": nnx.grad(loss),
     "value and gradient": nnx.value_and_grad(loss),
     "jit": compiled,
     "scan": repeated,
     "changed": changed,
-    "step": gradient_step,
-    "vmap": mapped_inside,
 }
 
 
@@ -152,15 +136,6 @@ def test_nnx_around():
         ]
 
     same(*both(model), CLOSE)
-
-
-def test_nnx_outside_of_jit():
-    """What NNX knows of traces it checks while Python runs."""
-    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    run = lambda m, x: jnp.sum(m(x))
-    assert bx.check(nnx.grad(run, argnums=1), (None, 0))(model, XS).lanes
-    assert not len(bx.find_nonfinite(run, (None, 0))(model, XS).lanes)
-    assert bx.explain(run, (None, 0))(model, XS).lanes == LANES
 
 
 @pytest.mark.parametrize(
@@ -384,27 +359,6 @@ def test_numbers_of_a_model_have_no_lanes():
             bx.vmap(lambda m: m.weight, in_axes)(numbered)
     rule = lambda leaf: 0 if eqx.is_array(leaf) else None
     same(bx.vmap(lambda m: m.path * m.weight, rule)(numbered), 2 * XS)
-
-
-def test_a_rule_is_asked_about_arrays_alone():
-    asked = []
-
-    def rule(leaf):
-        asked.append(leaf)
-        return 0
-
-    values = {"x": XS, "n": [XS, "a", {"b"}], "f": jnp.tanh}
-    bx.vmap(lambda d, f: f(d["x"]), rule)(values, jnp.tanh)
-    assert [x is XS for x in asked] == [True, True]
-
-
-def test_arrays_of_a_model_that_may_be_called_are_looked_at():
-    """A module is no object: what looks at the results of a function looks at its arrays"""
-    model = eqx.nn.Linear(2, 3, key=jax.random.key(0))
-    assert len(jax.tree.leaves(without_objects((model, jnp.tanh)))) == 2
-    twice = lambda x: jax.tree.map(lambda w: w * x.sum(), model)
-    listed = [e.primitive for e in bx.explain(twice, compile=False)(jnp.ones((4, 2))).walk()]
-    assert listed.count("mul") == 2
 
 
 # Operations that their authors describe by objects, with a rule for batches.

@@ -74,6 +74,7 @@ def alone(function):
 
 @pytest.mark.parametrize("function", [sums, others, in_loops])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.each_commit(8)
 def test_a_lane_has_the_zeros_of_the_example_alone(way, function):
     times, options = WAYS[way]
     got = jax.jit(bx.vmap(function, **options))(np.tile(examples(), (times, 1)))

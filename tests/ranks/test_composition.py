@@ -24,7 +24,7 @@ def reference(w, x):
 W, X = example((4, 1, 2, 3)), example((5, 3), seed=1)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 7, 20, 100, "auto"])
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 100, "auto"])
 @pytest.mark.compiles(60)
 @pytest.mark.each_commit(4)
 def test_at_most_so_many_lanes_at_a_time(batch_size):

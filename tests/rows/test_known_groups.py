@@ -70,14 +70,6 @@ def test_rows_that_are_known_to_be_equally_long_have_no_masks(layout):
     check_rows(lambda x: x @ jnp.sort(x.T, 0), flipped, traced=False, layout=layout)
 
 
-def test_images_that_are_known_to_be_equally_large_have_no_masks():
-    equal = images(shapes=((2, 3), (2, 3)), spare=0)
-    equal = bx.Ragged(equal.data[:12], equal.lengths, equal.max_length, axis=(0, 1))
-    f = lambda x: (x.mean(1), jnp.flip(x, 0) @ x.T)
-    assert "select_n" not in program(f, equal)
-    check_rows(f, equal, traced=False, derivatives=False)
-
-
 def in_groups(fun, x, **options):
     """Whether rows of known lengths run in groups where nobody asked for it."""
     return f"[{len(x)},{x.max_length}" not in program(fun, x, **options)
@@ -124,9 +116,3 @@ def test_outside_of_jit_one_bound_serves_all_rows(free_groups):
     seen.clear()
     jax.make_jaxpr(f)(x.data)
     assert set(seen) == {1}  # each in a group of its own
-
-
-def test_buckets_are_as_many_as_asked_for():
-    x = bx.Ragged(jnp.ones((int(TAIL.sum()), 32)), TAIL)
-    sizes = set(bx.bucket(x, 2).sizes)
-    assert all(f",{n},{n}]" in program(attend, x, buckets=2) for n in sizes)

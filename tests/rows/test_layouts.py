@@ -42,32 +42,21 @@ def several(x):
 
 FUNCTIONS = {
     "a network, pooled": lambda x: jax.nn.gelu(x @ WEIGHTS).mean(0),
-    "activations with rules": lambda x: (jax.nn.relu(x) + jax.nn.softplus(x)).sum(0),
     "a rule that looks at the row": lambda x: norm_in_derivative(x).sum(0),
     "a rule in a rule, without end": lambda x: jnp.sinc(x - x[:1]),
-    "normalised features": lambda x: (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True),
-    "centred": lambda x: x - x.mean(0),
     "reductions of all kinds": several,
     "lookups": lambda x: WEIGHTS[(x[:, 0] > 0).astype(int)] * x,
     "attention between networks": lambda x: jnp.tanh(attend(jnp.tanh(x @ WEIGHTS)) @ WEIGHTS).sum(
         0
     ),
-    "differences of networks": lambda x: jnp.diff(jnp.tanh(x @ WEIGHTS), axis=0) * 2,
     "a checkpoint": lambda x: jax.checkpoint(lambda x: jnp.sin(x @ WEIGHTS))(x).sum(),
-    "outer axes": lambda x: (x[:, :, None] * WEIGHTS).sum(1).reshape(x.shape[0], 3, 1),
-    "sorted features, logarithms": lambda x: jnp.log(jnp.sort(jnp.abs(x), axis=1)).sum(0),
 }
 
 
-@pytest.mark.parametrize("names", shares(FUNCTIONS, 3), ids=" ".join)
+@pytest.mark.parametrize("names", shares(FUNCTIONS, 2), ids=" ".join)
 def test_packed_rows_give_what_each_row_alone_gives(names):
     functions = {name: FUNCTIONS[name] for name in names}
     check_rows_of_all(functions, ragged(3), layout="packed", rules=True)
-
-
-@pytest.mark.parametrize("name", ["a network, pooled", "attention between networks"])
-def test_other_layouts_give_the_same(name):
-    check_rows(FUNCTIONS[name], ragged(3), ways=ways("auto", "padded"))
 
 
 @pytest.mark.parametrize("layout", ["auto", "packed"])
@@ -82,25 +71,10 @@ def test_lengths_that_are_known_fill_the_data_and_need_no_mask(layout):
     assert "select_n" not in str(fixed(x.data)).replace("jit[name=_where", "")
 
 
-def test_what_differs_between_rows_reaches_each_of_their_elements():
-    def f(x, scale, w):
-        return jnp.tanh(x * scale + w[0] - (x @ w).mean(0)).sum(0)
-
-    each = jnp.arange(1.0, 5.0), jnp.stack([WEIGHTS * k for k in (1, 2, 3, 4)])
-    check_rows(f, ragged(3), *each, ways=BOTH)
-
-
 def test_rows_without_elements():
     x = ragged(3, lengths=(3, 0, 2, 0))
     check_rows(lambda x: jnp.tanh(x @ WEIGHTS).sum(0), x, ways=BOTH)
     check_rows(lambda x: attend(jnp.log(jnp.abs(x))), x, ways=BOTH)
-
-
-def test_two_sizes_pooled_apart():
-    def f(x, y):
-        return jnp.tanh(x @ WEIGHTS).sum(0) * jnp.sin(y).max(0)
-
-    check_rows(f, ragged(3), ragged(3, lengths=(2, 4, 1, 1), seed=1), ways=BOTH)
 
 
 def test_data_of_other_sizes_with_the_same_lengths():
@@ -137,11 +111,6 @@ def test_a_long_program_has_its_layouts_chosen():
         return attend(x * x)
 
     assert chosen(f) == ["packed", "padded"]
-
-
-def test_moving_between_layouts_must_pay():
-    small = lambda x: attend(attend(x) + 1)
-    assert chosen(small) == ["padded"]
 
 
 def test_a_layout_that_there_is_not():

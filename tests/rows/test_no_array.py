@@ -15,23 +15,14 @@ X = bx.Ragged.from_rows([np.ones(2, np.float32), np.ones(3, np.float32)])
 
 USES = {
     "jnp.sum": lambda: jnp.sum(X),
-    "jnp.add": lambda: jnp.add(X, 1),
     "jnp.asarray": lambda: jnp.asarray(X),
     "np.sum": lambda: np.sum(X),
-    "np.sin": lambda: np.sin(X),
-    "np.asarray": lambda: np.asarray(X),
-    "np.stack": lambda: np.stack([X, X]),
     "X + 1": lambda: X + 1,
-    "1 - X": lambda: 1 - X,
     "numpy * X": lambda: np.ones(2) * X,
-    "jax / X": lambda: jnp.ones(2) / X,
     "X @ X": lambda: X @ X,
     "X > 0": lambda: X > 0,
-    "X <= 0": lambda: X <= 0,
     "-X": lambda: -X,
-    "abs": lambda: abs(X),
     "float": lambda: float(X),
-    "divmod": lambda: divmod(X, 2),
     "index": lambda: operator.index(X),
 }
 

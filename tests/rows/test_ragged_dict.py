@@ -1,7 +1,6 @@
 """A dict from `Ragged.from_rows`, whose entries share their lengths under ``jax.jit``, too."""
 
 import copy
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +33,11 @@ EXPECTED = np.stack([moment(row) for row in ROWS])
 
 MADE = {
     "from_rows": lambda b: b,
-    "in a list": lambda b: [b],
-    "on the device": jax.device_put,
     "result of jit": jax.jit(lambda b: b),
-    "pickled": lambda b: pickle.loads(pickle.dumps(b)),
     "copied": lambda b: copy.deepcopy(copy.copy(b.copy())),
     "with more room": lambda b: jax.tree.map(lambda r: r.with_capacity(9), b, is_leaf=is_rows),
     "another bound": lambda b: b | {k: r.with_max_length(5) for k, r in b.items()},
-    "some rows": lambda b: jax.tree.map(lambda r: r[[0, 1, 2, 3]], b, is_leaf=is_rows),
     "beside labels": lambda b: {"label": jnp.arange(4)} | b,
-    "from its leaves": lambda b: jax.tree.unflatten(jax.tree.structure(b), jax.tree.leaves(b)),
     "of nothing and back": lambda b: jax.tree.map(
         lambda _, x: x, jax.tree.map(lambda x: str(x.shape), b), b
     ),
@@ -67,22 +61,6 @@ def test_nested_rows_and_two_axes():
     run = jax.jit(bx.vmap(lambda p: (p["r"] * p["g"]).sum()))
     expected = [(p["r"] * p["g"]).sum() for p in pictures]
     np.testing.assert_allclose(run(batch), expected, rtol=1e-5)
-
-
-def test_a_number_of_programs_for_one_size():
-    """A function that needs lengths as numbers is traced for each length, not for each pair."""
-    lengths = []
-
-    def dot(row):
-        lengths.append((row["x"].shape[0], row["w"].shape[0]))
-        return sum((row["w"][i] * row["x"][i] for i in range(len(row["x"]))), jnp.zeros(2))
-
-    batch, expected = bx.Ragged.from_rows(ROWS), np.stack([r["w"] @ r["x"] for r in ROWS])
-    np.testing.assert_allclose(jax.jit(bx.vmap(dot))(batch), expected, rtol=1e-5)
-    assert sorted(lengths[1:]) == [(0, 0), (1, 1), (2, 2), (3, 3)]
-    lengths.clear()
-    np.testing.assert_allclose(jax.jit(bx.vmap(dot))(dict(batch)), expected, rtol=1e-5)
-    assert len(lengths) == 17  # the entries of a plain dict may differ
 
 
 OPTIONS = {

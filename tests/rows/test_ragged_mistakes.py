@@ -22,11 +22,9 @@ MISTAKES = {
     bx.ArgumentTypeError: {
         r"data must be an array, got list.*from_rows": lambda: Ragged([[1.0], [1.0, 2.0]], [1, 2]),
         "lengths must be integers.*float": lambda: Ragged(zeros(3), [1.0, 2.0]),
-        "lengths must be integers.*bool": lambda: Ragged(zeros(3), [True, False]),
         r"lengths along the axes \(0, 1\) are traced. Pass a bound": lambda: jax.jit(
             lambda n: Ragged(jnp.zeros(4), (n, n), axis=(0, 1)).data
         )(jnp.array([2])),
-        "must be integers.* got dtype object": lambda: Ragged(zeros(3), [[1], [1, 2]]),
         r"max_length must be an int, got 3\.0": lambda: Ragged(zeros(3), [0, 3], 3.0),
         "axis must be an int, got 'n'": lambda: Ragged(zeros(3), [3], axis="n"),
         r"rows\[1\] has dtype float32, but rows\[0\] has int32": lambda: Ragged.from_rows(
@@ -36,8 +34,6 @@ MISTAKES = {
             Ragged.from_rows([[1.0, 2], [3]])
         ),
         r"rows\[0\] must be an array, got str": lambda: Ragged.from_rows(["a"]),
-        "offsets must be integers": lambda: Ragged.from_offsets(zeros(3), [0.0, 3.0]),
-        r"must be known.*traced.*outside of jit": lambda: jax.jit(lambda x: x[0])(EXAMPLE),
         r"lengths must be known.*traced.*to_padded\(\)": lambda: jax.jit(lambda x: x.rows())(
             EXAMPLE
         ),
@@ -45,11 +41,9 @@ MISTAKES = {
     bx.AxisError: {
         "axis is 0, but a row has 0 axes": lambda: Ragged(1.0, [1]),
         r"lengths must have one axis.*\(1, 2\)": lambda: Ragged(zeros(3), [[1, 2]]),
-        r"lengths must have one axis.*\(\)": lambda: Ragged(zeros(3), 3),
         r"axis is \(1, 0\); ragged axes are .* in order": lambda: Ragged(
             zeros(4), ([2], [2]), axis=(1, 0)
         ),
-        "axis is 2, but a row has 2 axes": lambda: Ragged(zeros(4), ([2], [2]), axis=(0, 2)),
         "2 ragged axes, but lengths are 1": lambda: Ragged(zeros(4), [4], axis=(0, 1)),
         r"lengths\[0\] is of 1 rows, and lengths\[1\] of 2": lambda: Ragged(
             zeros(4), ([2], [1, 1]), axis=(0, 1)
@@ -70,29 +64,21 @@ MISTAKES = {
         r"lengths\[1\] is -2": lambda: Ragged(zeros(3), [1, -2]),
         r"add up to 4, but .* \(3,\), has 3 .* axis 0": lambda: Ragged(zeros(3), [2, 2]),
         "add up to": lambda: Ragged(zeros(3), [2**40]),
-        r"from_padded\(padded, lengths\)": lambda: Ragged(TWO, [3, 1]),
         r"lengths\[1\] is 3, more than max_length, 2": lambda: Ragged(zeros(3), [0, 3], 2),
-        "max_length is -1": lambda: Ragged(zeros(3), [0, 3], -1),
-        "axis is 1, but a row has 1 axes": lambda: Ragged(zeros(3), [3], axis=1),
         "needs at least one row": lambda: Ragged.from_rows([]),
         r"Ragged.from_rows: rows\[0\] is a number": lambda: Ragged.from_rows([1.0, 2.0]),
         r"rows\[1\] has shape \(1, 3\) and rows\[0\] \(1, 2\).*axis 0 only": lambda: (
             Ragged.from_rows([zeros((1, 2)), zeros((1, 3))])
         ),
-        r"rows\[1\] has shape \(2, 1\)": lambda: Ragged.from_rows([zeros(2), zeros((2, 1))]),
         r"padded has shape \(3,\)": lambda: Ragged.from_padded(zeros(3), [1]),
         r"padded has 2 rows.*lengths has shape \(1,\)": lambda: Ragged.from_padded(TWO, [1]),
         r"lengths\[1\] is 4, more than the 3 elements": lambda: Ragged.from_padded(TWO, [1, 4]),
-        r": lengths\[1\] is 3, more than max_length, 2": lambda: Ragged.from_padded(TWO, [1, 3], 2),
         r"never decrease.*\[0, 2, 1\]": lambda: Ragged.from_offsets(zeros(3), [0, 2, 1]),
-        "within the 3 elements": lambda: Ragged.from_offsets(zeros(3), [0, 4]),
-        "begin at 0 or later": lambda: Ragged.from_offsets(zeros(3), [-1, 2]),
         "one entry more than there are rows": lambda: Ragged.from_offsets(zeros(3), []),
         "add up to 6": lambda: EXAMPLE.with_data(zeros(5)),
     },
     IndexError: {
         "no row 4 of 4 rows": lambda: EXAMPLE[4],
-        "no row -5 of 4 rows": lambda: EXAMPLE[-5],
     },
     TypeError: {
         r'may have different sizes.*: n elements.*: m elements.*bx.ragged\("n"\)': lambda: jax.jit(
@@ -226,13 +212,3 @@ def test_jax_vmap_of_a_ragged_names_bx_vmap(in_axes):
     # One that all lanes share is a pytree like any other.
     sums = jax.vmap(lambda x, y: bx.vmap(lambda row: y * row.sum())(x), (None, 0))
     np.testing.assert_array_equal(sums(x, jnp.arange(2.0)), [[0, 0, 0], [0, 6, 9]])
-
-
-def test_rows_of_other_lengths_have_other_names_in_errors():
-    x = bx.Ragged(jnp.ones((6, 2)), np.array([1, 3, 2]))
-    y = bx.Ragged(jnp.ones(6), np.array([3, 1, 2]))
-    with pytest.raises(ValueError, match="Leading dimensions") as error:
-        bx.vmap(lambda a, b: jnp.linalg.lstsq(a, b)[0])(x, y)
-    assert "a: n elements" in str(error.value)
-    assert "b: m elements" in str(error.value)
-    assert "(n,)" not in str(error.value)

@@ -151,27 +151,19 @@ def cube_root(x):
 
 BOTH = {
     "derivative of an operation that takes bits apart": lambda x: jnp.frexp(x)[0] * x.sum(),
-    "the same for each element": lambda x: bx.vmap(bx.vmap(lambda y: jnp.frexp(y)[0]))(x) * x.sum(),
     "derivative of what an iteration solves": cube_root,
-    "checkpoint": lambda x: jax.checkpoint(lambda x: jnp.sin(x).mean(0) * x)(x),
     "checkpoint with a policy": jax.checkpoint(
         lambda x: jnp.sin(x @ WEIGHTS).mean(0), policy=jax.checkpoint_policies.dots_saveable
     ),
     "checkpoint, differentiated": of_gradient(jax.checkpoint(lambda x: jnp.sin(x).mean(0) * x)),
-    "jit": lambda x: jax.jit(lambda x, s: x / s)(x, jax.jit(jnp.sum)(x)),
-    "relu": jax.nn.relu,
-    "logsumexp": jax.nn.logsumexp,
-    "softmax": lambda x: jax.nn.softmax(x, 0),
     "jvp rule": scaled_logarithm,
     "jvp rule, differentiated": of_gradient(scaled_logarithm),
-    "jvp rule, summed": lambda x: scaled_logarithm(x).sum(0),
     "jvp rule for a function": lambda x: applied(jnp.sin, x),
     "jvp rule with both moving": lambda x: product(x, jnp.sin(x)),
     "jvp rule, first zero": lambda x: product(jnp.ones((x.shape[0], 3)), x),
     "jvp rule, second zero": lambda x: product(x, jnp.full((x.shape[0], 3), 0.5)),
     "vjp rule, differentiated": lambda x: jax.lax.stop_gradient(of_gradient(total_of_gradient)(x)),
     "jvp rule with a loop over the row": running,
-    "jvp rule with a loop, in a checkpoint": jax.checkpoint(lambda x: running(jnp.exp(x))),
     "a loop in a checkpoint": jax.checkpoint(
         lambda x: jax.lax.scan(lambda c, r: (c / r, jnp.sqrt(jnp.abs(r))), jnp.ones(3), x)
     ),
@@ -179,7 +171,7 @@ BOTH = {
 }
 
 
-@pytest.mark.parametrize("names", shares(BOTH, 4), ids=" ".join)
+@pytest.mark.parametrize("names", shares(BOTH, 3), ids=" ".join)
 def test_a_call_acts_on_a_row_as_if_alone(names):
     check_all(chosen(BOTH, names), ragged(3, lengths=(3, 0, 2, 3)))
 
@@ -197,7 +189,6 @@ running_product.defvjp(
 REVERSE = {
     "that differentiates a product of all before": running_product,
     "sums its cotangent": total_of_gradient,
-    "and its result is summed": lambda x: total_of_gradient(x * 2).sum(0),
     "with an argument that is no array": lambda x: power(jnp.sin(x), 3),
     "with symbolic zeros": lambda x: with_symbolic_zeros(x, jnp.exp(x)),
     "with a zero cotangent": lambda x: with_symbolic_zeros(x, jnp.exp(x))[0],
@@ -216,7 +207,6 @@ def test_a_reverse_rule_gives_shared_weights_nothing_from_padding():
 NUMBERS = {
     "len": lambda x: x * len(x),
     "if": lambda x: x if x.shape[0] > 2 else 2 * x,
-    "split": lambda x: jnp.concatenate(jnp.split(x, 2)),
     "convolution": lambda x: jax.vjp(
         lambda k: jnp.convolve(k, k, "same") if len(x) else k, jnp.ones_like(x)
     )[1](x)[0],
@@ -266,15 +256,6 @@ def test_a_checkpoint_stays_one():
     assert [eqn.params["prevent_cse"] for eqn in kept] == [False]
 
 
-def test_a_rule_may_use_the_length_of_the_row():
-    @jax.custom_jvp
-    def mean(x):
-        return x.mean(0)
-
-    mean.defjvp(lambda p, t: (mean(p[0]), 4 * t[0].sum(0) / p[0].shape[0]))
-    check(mean, ragged(3))
-
-
 def test_the_length_of_a_row_in_a_call_is_its_own_where_rows_are_packed():
     over_length = jax.custom_jvp(lambda x: x / x.shape[0])
     over_length.defjvp(lambda p, t: (over_length(*p), 4 * t[0]))
@@ -283,16 +264,6 @@ def test_the_length_of_a_row_in_a_call_is_its_own_where_rows_are_packed():
     kept = jax.checkpoint(lambda x: x * x.shape[0])
     fun = lambda x: (over_length(x), doubled(x), kept(x))
     check_rows(fun, ragged(2), layout="packed", rules=True)
-
-
-def test_rules_of_derivatives_are_kept_under_grad_of_the_batch():
-    def loss(x):
-        return bx.vmap(scaled_logarithm, layout="padded")(x).data[:3].sum()
-
-    x = ragged(3, poison=False)
-    got = np.asarray(jax.jit(jax.grad(loss, allow_int=True))(x).data)[:3]
-    row = np.asarray(x.data)[:3]
-    np.testing.assert_allclose(got, np.mean(row) / row, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])

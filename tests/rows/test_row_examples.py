@@ -1,4 +1,4 @@
-"""Functions that people have of graphs, sequences and point clouds, each row as if alone."""
+"""Functions of graphs, sequences, and point clouds, and attention: each row as if alone."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 
 import batchax as bx
 
+from support.oracle import tolerances
 from support.rows import check_rows, check_rows_of_all, ragged
 
 WEIGHTS = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)), float)
@@ -72,3 +73,48 @@ def test_functions_of_one_row():
 def test_functions_of_two():
     check_rows(likelihood_of_a_process, ragged(3), ragged(seed=2), in_axes=SAME, tolerance=ROUGHLY)
     check_rows(cross_entropy, ragged(5), ragged(dtype=np.int32), in_axes=SAME)
+
+
+def masked(x):
+    n = x.shape[0]
+    allowed = jnp.tril(jnp.ones((n, n), bool))
+    return jax.nn.softmax(jnp.where(allowed, x @ x.T, -jnp.inf)) @ x
+
+
+def window(x):
+    at = jnp.arange(x.shape[0])
+    near = jnp.abs(at[:, None] - at) <= 1
+    return jax.nn.softmax(jnp.where(near, x @ x.T, -jnp.inf), where=near) @ x
+
+
+def with_mask_and_bias(x):
+    n = x.shape[0]
+    mask, bias = jnp.tril(jnp.ones((1, n, n), bool)), jnp.sin(jnp.arange(n) + jnp.zeros((2, n, 1)))
+    return jax.nn.dot_product_attention(x, x, x, bias, mask)
+
+
+def test_attention_sees_its_own_row():
+    functions = {
+        "masked": masked,
+        "window": window,
+        "differentiated": jax.grad(lambda x: (masked(x) ** 2).sum()),
+    }
+    near = dict(rtol=1e-4, atol=1e-4)
+    check_rows_of_all(functions, ragged(3, lengths=(3, 0, 2)), layout="padded", tolerance=near)
+
+
+@pytest.mark.nightly
+def test_attention_of_several_heads_sees_its_own_row():
+    # JAX takes the softmax in single precision, whatever the dtype of its operands.
+    options = dict(layout="padded", tolerance=tolerances(jnp.float32))
+    check_rows(with_mask_and_bias, ragged(2, 3, lengths=(3, 1)), **options)
+
+
+def test_shared_weights_of_attention_have_no_nan_from_padding():
+    def layer(x, queries, keys):
+        scores = (x @ queries) @ (x @ keys).T
+        return jnp.log(jnp.abs(jax.nn.softmax(scores) @ x))
+
+    queries, keys = jnp.asarray(np.random.default_rng(2).normal(size=(2, 3, 2)))
+    x = ragged(3, lengths=(3, 0, 2))
+    check_rows(layer, x, queries, keys, in_axes=(0, None, None), layout="padded", tolerance=ROUGHLY)

@@ -21,60 +21,32 @@ def bins(x):
 
 
 READS = {
-    "places": lambda x: x[PLACES],
     "places, NaN where there is none": lambda x: jnp.take(x, PLACES, axis=0),
-    "places, filled": lambda x: x.at[PLACES].get(mode="fill", fill_value=2.0),
-    "places, clipped": lambda x: x.at[PLACES + 1].get(mode="clip"),
     "a fixed place that some rows lack": lambda x: x.at[3].get(mode="fill", fill_value=0.5),
     "a place far out": lambda x: x.at[jnp.array(9)].get(),
     "a column far out": lambda x: (x[:, jnp.array(7)], x.T[jnp.array(-9)]),
     "the greatest": lambda x: x[jnp.argmax(x[:, 0])],
-    "the greatest of each column": lambda x: jnp.take_along_axis(
-        x, jnp.argmax(x, 0, keepdims=True), 0
-    ),
     "places in each column": lambda x: jnp.take_along_axis(x, jnp.argsort(x, 0), 0),
-    "places in each element": lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1), 1),
     "single elements": lambda x: x[jnp.array([0, -1]), jnp.array([1, 2])],
-    "one of each element": lambda x: x[jnp.arange(x.shape[0]), jnp.argmax(x, 1)],
-    "columns": lambda x: (x[:, 1], x[:, ::-1], x[..., :2], x[:, jnp.array([0, 2])]),
     "small unsigned indices": lambda x: x[jnp.array([0, 3], np.uint8)],
     "embedding": lambda x: TABLE[bins(x)],
     "window that moves": lambda x: lax.dynamic_slice(
         x, (jnp.argmax(x[:, 0]), 0), (x.shape[0] - 1, 3)
     ),
-    "window with room in another axis": lambda x: lax.dynamic_slice(
-        x, (0, jnp.argmax(x[0])), (x.shape[0], 2)
-    ),
-    "submatrix": lambda x: (x @ x.T)[jnp.ix_(PLACES[:2], PLACES[:2])],
-    "diagonal": lambda x: jnp.diagonal(x @ x.T),
 }
 
 WRITES = {
-    "set the first": lambda x: x.at[0].set(1.0),
-    "add to the last": lambda x: x.at[-1].add(x[0]),
-    "add at places": lambda x: x.at[PLACES].add(1.5),
-    "set at places": lambda x: x.at[PLACES[:3]].set(x[0]),
-    "set at clipped places": lambda x: x.at[jnp.array([1, 9])].set(1.0, mode="clip"),
     "set a fixed place that some rows lack": lambda x: x.at[jnp.array([3])].set(1.0),
     "add to a slice": lambda x: x.at[1:].add(x[:-1]),
     "set a slice": lambda x: x.at[:-1].set(x[1:] * 2),
     "set the last two": lambda x: x.at[-2:].set(0.5),
-    "set every second": lambda x: x.at[::2].set(x[::2] * 2),
-    "divide a slice": lambda x: x.at[1:].divide(2.0),
-    "subtract": lambda x: x.at[0].subtract(x[-1]),
-    "least of a slice": lambda x: x.at[:-1].min(0.1),
-    "set the greatest": lambda x: x.at[jnp.argmax(x[:, 0])].set(0.0),
     "permuted": lambda x: jnp.zeros_like(x).at[jnp.argsort(x[:, 0])].set(x, unique_indices=True),
-    "set the diagonal": lambda x: (
-        (x @ x.T).at[jnp.arange(x.shape[0]), jnp.arange(x.shape[0])].set(0.0) @ x
-    ),
     "set parts of a square": lambda x: (x @ x.T).at[:-1, 1:].add(1.0) @ x,
     "greatest in bins": lambda x: jax.ops.segment_max(x, jnp.abs(bins(x)), num_segments=3),
     "updated by a window": lambda x: lax.dynamic_update_slice(x, x[1:] * 2, (1, 0)),
     "updated where data says": lambda x: lax.dynamic_update_slice(
         x, jnp.ones((1, 3)), (jnp.argmax(x[:, 0]), 0)
     ),
-    "one hot": lambda x: jax.nn.one_hot(bins(x), 3) * x,
 }
 
 
@@ -82,51 +54,21 @@ WRITES = {
 EMPTY = {
     "places of the row's own": lambda x: x[jnp.argsort(x[:, 1])],
     "embedding bag": lambda x: TABLE[bins(x)].sum(0),
-    "set a column": lambda x: x.at[:, 1].set(0.0),
-    "add to all but the first": lambda x: x.at[1:].add(1.0),
     "sum into bins": lambda x: jax.ops.segment_sum(x, bins(x), num_segments=3),
     "each element reads in itself": lambda x: bx.vmap(lambda y, i: y[i])(x, jnp.argmax(x, 1)),
 }
 
 
-@pytest.mark.parametrize("names", shares(READS, 4), ids=" ".join)
-@pytest.mark.each_commit(2)
+@pytest.mark.parametrize("names", shares(READS, 2), ids=" ".join)
+@pytest.mark.each_commit(1)
 def test_indices_are_those_of_the_row(names):
     check_rows_of_all(chosen(READS, names), ragged(3, lengths=LENGTHS))
 
 
-@pytest.mark.parametrize("names", shares(WRITES, 4), ids=" ".join)
-@pytest.mark.each_commit(2)
+@pytest.mark.parametrize("names", shares(WRITES, 2), ids=" ".join)
+@pytest.mark.each_commit(1)
 def test_what_is_written_is_within_the_row(names):
     check_rows_of_all(chosen(WRITES, names), ragged(3, lengths=LENGTHS))
-
-
-# What JAX has no derivatives of.
-VALUES = {
-    "product in bins": lambda x: jax.ops.segment_prod(x, jnp.abs(bins(x)), num_segments=3),
-    "apply": lambda x: x.at[jnp.array([0, 1, 5])].apply(jnp.sin),
-    "multiply at places": lambda x: x.at[jnp.array([0, 1, 1, 3])].multiply(2.0),
-    "count": lambda x: jnp.bincount(jnp.abs(bins(x)), length=4),
-    "least at places": lambda x: x.at[jnp.array([0, 1, 1, 3])].min(0.1),
-}
-
-
-def test_what_has_no_derivative_is_within_the_row_too():
-    check_rows_of_all(VALUES, ragged(3, lengths=LENGTHS), derivatives=False)
-
-
-GRADIENTS = {
-    "reads": lambda x: (jnp.sin(x[PLACES[:2]]) * x[-1]).sum(),
-    "a sorted read": lambda x: (x[jnp.argsort(x[:, 0])] ** 2 * x).sum(),
-    "an embedding": lambda x: (TABLE[bins(x)] * x[:, :2]).sum(),
-    "writes": lambda x: (x.at[1:].add(x[:-1] ** 2).at[0].set(x[-1]) ** 2).sum(),
-    "segments": lambda x: (jax.ops.segment_sum(x**2, bins(x), num_segments=3) ** 2).sum(),
-}
-
-
-def test_a_gradient_taken_of_indexing_is_that_of_the_row_alone():
-    gradients = {name: jax.grad(GRADIENTS[name]) for name in GRADIENTS}
-    check_rows_of_all(gradients, ragged(3, lengths=LENGTHS))
 
 
 def test_as_many_columns_as_the_row_has_elements():

@@ -29,64 +29,30 @@ def general(x):
 
 SQUARE = {
     "cholesky": lambda x: jnp.linalg.cholesky(positive(x)).sum(0),
-    "upper cholesky": lambda x: jsl.cholesky(positive(x)) @ x,
-    "cho_solve": lambda x: jsl.cho_solve(jsl.cho_factor(positive(x)), x),
-    "lu": lambda x: [factor.sum(0) for factor in jsl.lu(general(x))],
     "pivots": lambda x: lax.linalg.lu(general(x))[1:],
     "lu_solve": lambda x: jsl.lu_solve(jsl.lu_factor(general(x)), x),
     "solve": lambda x: jnp.linalg.solve(general(x), x),
-    "solve a vector": lambda x: jnp.linalg.solve(general(x), x[:, 0]),
-    "inv": lambda x: jnp.linalg.inv(general(x)).sum(1),
     "det": lambda x: jnp.linalg.det(general(x)),
     "slogdet": lambda x: jnp.linalg.slogdet(general(x)),
-    "solve_triangular": lambda x: jsl.solve_triangular(general(x), x, lower=True),
-    "transposed, unit diagonal": lambda x: jsl.solve_triangular(
-        general(x), x, trans=1, unit_diagonal=True
-    ),
-    "from the right": lambda x: lax.linalg.triangular_solve(general(x), x.T, lower=True),
     "ragged right-hand sides": lambda x: jsl.solve_triangular(FIXED, x.T, lower=True).sum(0),
-    "matrix_power": lambda x: jnp.linalg.matrix_power(general(x), 3) @ x,
     "differentiated": lambda x: jax.grad(lambda x: jnp.linalg.slogdet(positive(x))[1])(x),
-    "of a Gaussian process": lambda x: jax.scipy.stats.multivariate_normal.logpdf(
-        x[:, 0], jnp.zeros(x.shape[0]), positive(x)
-    ),
-    "cg": lambda x: jax.scipy.sparse.linalg.cg(lambda v: positive(x) @ v, x[:, 0], maxiter=9)[0],
-    "custom_linear_solve": lambda x: lax.custom_linear_solve(
-        lambda v: positive(x) @ v,
-        x[:, 0],
-        lambda matvec, b: jnp.linalg.solve(positive(x), b),
-        symmetric=True,
-    ),
-    "least squares": lambda x: jnp.linalg.solve(x.T @ x + jnp.eye(3), x.T @ x[:, 0]),
-    "fft of another axis": lambda x: jnp.abs(jnp.fft.rfft(x, axis=1)),
 }
 
 
-@pytest.mark.parametrize("names", shares(SQUARE, 4), ids=" ".join)
+@pytest.mark.parametrize("names", shares(SQUARE, 2), ids=" ".join)
 def test_linear_algebra_of_a_row_is_exact(names):
     check_all(chosen(SQUARE, names), ragged(3, lengths=(3, 1)), modes=("vjp",))
 
 
-def test_linear_algebra_of_a_row_has_its_derivative_in_forward_mode():
-    names = ["cholesky", "lu", "solve", "det"]
-    check_all(chosen(SQUARE, names), ragged(3, lengths=(3, 1)), modes=("jvp",))
-
-
 def test_a_matrix_without_rows_has_what_numpy_says():
-    names = ["cholesky", "solve", "slogdet", "inv", "det"]
+    names = ["cholesky", "solve", "slogdet", "det"]
     check_all(chosen(SQUARE, names), ragged(3, lengths=(2, 0, 1)), derivatives=False)
-
-
-def test_expm_of_a_row():
-    check(lambda x: jsl.expm(0.1 * general(x)) @ x, ragged(3, lengths=(3, 1)), derivatives=False)
 
 
 MANY = {
     "eigh": lambda x: jnp.linalg.eigh(x + x.mT)[0],
     "singular values": lambda x: jnp.linalg.svd(x, compute_uv=False),
     "qr": jnp.linalg.qr,
-    "solve": lambda x: jnp.linalg.solve(x, jnp.ones(3)),
-    "inv": jnp.linalg.inv,
     "det": jnp.linalg.det,
     "cholesky": lambda x: jnp.linalg.cholesky(x @ x.mT + jnp.eye(3)),
 }
@@ -120,8 +86,6 @@ REFUSED = {
     "lu of a matrix that is not square": lambda x: lax.linalg.lu(x)[0],
     "reflectors": lambda x: jnp.linalg.slogdet(general(x), method="qr"),
     "eigenvalues of what is not symmetric": lambda x: jnp.linalg.eigvals(general(x)),
-    "schur": lambda x: jsl.schur(general(x))[0],
-    "hessenberg": lambda x: jsl.hessenberg(general(x)),
     "an update of a factor": lambda x: lax.linalg.cholesky_update(general(x), x[:, 0]),
 }
 

@@ -287,10 +287,3 @@ def test_a_rule_that_is_wrong(returned, error, says):
     assert "the batching rule of halves" in told
     with pytest.raises(ArgumentTypeError, match="def_rows expects a rule for packed rows"):
         halves.def_rows(3)
-
-
-def test_one_result_for_each_row_that_is_not_for_each_element():
-    fun = bx.custom_vmap(lambda x: x.sum())
-    fun.def_rows(lambda rows, ragged, x: (x.sum(), True))
-    with pytest.raises(ArgumentTypeError, match=r"out_ragged = True for a result .* \(\) for one"):
-        bx.vmap(fun)(ragged(lengths=(3, 4)))

@@ -18,17 +18,7 @@ BOTH = ways("packed", "auto")
 
 FUNCTIONS = {
     "differences": lambda x: jnp.diff(x, axis=0),
-    "second differences": lambda x: jnp.diff(x, n=2, axis=0),
-    "central": lambda x: (x[2:] - x[:-2]) / 2,
     "of logarithms": lambda x: jnp.log(jnp.abs(x[1:]) / jnp.abs(x[:-1])).sum(0),
-    "one column": lambda x: x[1:, 0] * x[:-1, 2],
-    "greatest": lambda x: jnp.max(jnp.abs(jnp.diff(x, axis=0)), 0, initial=0),
-    "with a mean": lambda x: ((x[1:] - x.mean(0)) * x[:-1]).sum(),
-    "of each column": lambda x: jax.nn.softmax(jnp.diff(x, axis=0), 0),
-    "any": lambda x: jnp.any(jnp.diff(x, axis=0) > 0, 0),
-    "places": lambda x: jnp.arange(x.shape[0] - 1)[:, None] * x[1:],
-    "activations": lambda x: jax.nn.relu(x[1:]).sum(),
-    "picked": lambda x: jnp.take_along_axis(x[:-1], (x[1:, :1] > 0).astype(int), 1),
     "gradient of differences": jax.grad(lambda x: jnp.sum(jnp.sin(jnp.diff(x, axis=0)))),
     "in another order": lambda x: x[jnp.argsort(x[:, 0])],
     "out of bounds": lambda x: jnp.take(x, jnp.arange(x.shape[0]) + 1, 0, mode="clip"),
@@ -40,8 +30,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_shifts_give_what_each_row_alone_gives(name):
-    lengths = (3, 2, 5, 9) if name == "second differences" else LONG
-    check_rows_of_all({name: FUNCTIONS[name]}, ragged(3, lengths=lengths), ways=BOTH)
+    check_rows_of_all({name: FUNCTIONS[name]}, ragged(3, lengths=LONG), ways=BOTH)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -63,26 +52,6 @@ def test_they_need_no_padding(name):
     moves = {"gather", "slice", "scatter-add", "sub"}
     steps = zip(program.steps, chosen, strict=True)
     assert {packed for step, packed in steps if step.eqn.primitive.name in moves} == {True}
-
-
-def test_messages_between_nodes_are_read_and_added_packed():
-    nodes, edges = (3, 1, 4), (4, 2, 7)
-    drawn = np.random.default_rng(0)
-    ends = [
-        bx.Ragged(drawn.integers(0, np.repeat(nodes, edges)).astype(np.int32), edges)
-        for _ in range(2)
-    ]
-
-    def pass_on(x, senders, receivers):
-        return jnp.zeros_like(x).at[receivers].add(jnp.sin(x[senders]))
-
-    x = ragged(3, lengths=nodes, poison=False)
-    axes = 0, bx.ragged("e"), bx.ragged("e")
-    for layout in ("packed", "auto"):
-        out = jax.jit(bx.vmap(pass_on, axes, layout=layout))(x, *ends)
-        rows = zip(x.rows(), *(e.rows() for e in ends), strict=True)
-        for got, row in zip(out.rows(), rows, strict=True):
-            same(got, pass_on(*row), {"rtol": 1e-5})
 
 
 FOUND = np.random.default_rng(1)

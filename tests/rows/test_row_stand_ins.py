@@ -1,6 +1,5 @@
 """Functions of JAX that want the size of a row as a number, and get along without."""
 
-import math
 import pickle
 import re
 import subprocess
@@ -164,8 +163,6 @@ PRODUCTS = {
     "all": jnp.prod,
     "of columns": lambda x: jnp.prod(x, 0).sum(),
     "of what is not ragged": lambda x: jnp.prod(x, 1).sum(),
-    "of pairs": lambda x: jnp.prod(1 + x[:, None, 0] * x[None, :, 1]),
-    "of some": lambda x: jnp.prod(x, where=x > 0),
     "of none": lambda x: (jnp.prod(x[:0], 0) * x.sum(0)).sum(),
     "running": lambda x: lax.cumprod(x).sum() + lax.cummax(x, 0, reverse=True).sum(),
     "by a function": lambda x: lax.reduce(x, jnp.zeros((), x.dtype), jnp.hypot, (0, 1)),
@@ -217,12 +214,8 @@ NUMBERS = {
     "a range": lambda x: sum(x[i] for i in range(x.shape[0])),
     "each element": lambda x: sum(e for e in x),
     "an array of NumPy's": lambda x: x + np.zeros(x.shape[0]),
-    "a range of NumPy's": lambda x: x + np.arange(x.shape[0]),
-    "a root of NumPy's": lambda x: x / np.sqrt(x.shape[0]),
-    "a root of Python's": lambda x: x / math.sqrt(x.shape[0]),
     "a power": lambda x: x / x.shape[0] ** 0.5,
     "a float": lambda x: x / float(x.shape[0]),
-    "an int": lambda x: x / int(x.shape[0]),
     "axes of size one": lambda x: jnp.squeeze(x).sum(),
     "two halves": lambda x: jnp.split(x, 2)[0],
     "two rows": lambda x: x.reshape(2, -1),
@@ -231,7 +224,6 @@ NUMBERS = {
     "another array": lambda x: x + jnp.ones(3),
     "roots": lambda x: jnp.poly(x),
     "a window": lambda x: x * jnp.hanning(x.shape[0]),
-    "a fit": lambda x: jnp.polyfit(x, x, 1),
 }
 
 

@@ -24,17 +24,14 @@ def windows(initial, combine, size, step, padding, **options):
 
 
 POOLS = {
-    "sum": windows(0.0, lax.add, 2, 1, "VALID"),
     "sum, as long": windows(0.0, lax.add, 3, 1, "SAME"),
     "sum, every second, as long": windows(0.0, lax.add, 3, 2, "SAME"),
     "mean": lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 1), (2, 1), "VALID") / 2,
     "greatest": windows(-jnp.inf, lax.max, 2, 2, "VALID"),
-    "greatest, as long": windows(-jnp.inf, lax.max, 3, 2, "SAME"),
     "least, one-sided": windows(jnp.inf, lax.min, 2, 1, ((1, 0), (0, 0))),
     "sum, dilated": windows(
         0.0, lax.add, 2, 1, "VALID", base_dilation=(2, 1), window_dilation=(2, 1)
     ),
-    "sum over all": lambda x: lax.reduce_window(x, 0.0, lax.add, x.shape, (1, 1), "VALID"),
 }
 
 
@@ -48,16 +45,6 @@ def test_no_row_is_as_long_as_a_window():
     check_rows(whole, ragged(3, lengths=(2, 0, 1), spare=0))
 
 
-OWN = {
-    "product": windows(1.0, lax.mul, 2, 1, ((1, 0), (0, 0))),
-    "logsumexp": windows(-jnp.inf, jnp.logaddexp, 3, 1, "SAME"),
-}
-
-
-def test_windows_reduced_by_a_function_of_the_user_are_those_of_the_row():
-    check_rows_of_all(OWN, ragged(3, lengths=LENGTHS), derivatives=False)
-
-
 def convolved(step, padding, **options):
     def function(x):
         return lax.conv_general_dilated(x.T[None], KERNEL, (step,), padding, **options)[0]
@@ -66,21 +53,12 @@ def convolved(step, padding, **options):
 
 
 CONVOLUTIONS = {
-    "valid": convolved(1, "VALID"),
     "same": convolved(1, "SAME"),
     "every second, same": convolved(2, "SAME"),
-    "every second, valid": convolved(2, "VALID"),
-    "causal": convolved(1, ((2, 0),)),
     "dilated": convolved(1, ((2, 2),), lhs_dilation=(2,), rhs_dilation=(2,)),
     "cut off": convolved(1, ((-1, 1),), lhs_dilation=(2,)),
-    "transposed": lambda x: lax.conv_transpose(
-        x[None], jnp.asarray(KERNEL.transpose(2, 1, 0)), (2,), "SAME"
-    )[0],
     "of each channel": lambda x: lax.conv_general_dilated(
         x.T[None], KERNEL[:1].reshape(3, 1, 3), (1,), "SAME", feature_group_count=3
-    ),
-    "of each element": lambda x: lax.conv_general_dilated(
-        x[:, None], KERNEL[:1, :1, :2], (1,), "VALID"
     ),
     "by the row": lambda x: lax.conv_general_dilated(
         jnp.ones((1, 1, 9)), x.T[:1, None], (1,), ((0, 0),)
@@ -102,16 +80,9 @@ def test_a_kernel_that_rows_share_gets_nothing_from_padding():
     check_rows(function, ragged(3, lengths=LENGTHS), KERNEL, in_axes=(0, None), tolerance=LOOSE)
 
 
-GRADIENTS = {
-    "sums": lambda x: (POOLS["sum, every second, as long"](x) ** 2).sum(),
-    "greatest": lambda x: (POOLS["greatest"](x) ** 2).sum(),
-    "a convolution": lambda x: (CONVOLUTIONS["same"](x) ** 2).sum(),
-}
-
-
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_a_gradient_taken_of_windows_is_that_of_the_row_alone(name):
-    check_rows(jax.grad(GRADIENTS[name]), ragged(3, lengths=LENGTHS))
+def test_a_gradient_taken_of_windows_is_that_of_the_row_alone():
+    loss = lambda x: (POOLS["greatest"](x) ** 2).sum()
+    check_rows(jax.grad(loss), ragged(3, lengths=LENGTHS))
 
 
 def test_a_forward_derivative_taken_of_the_greatest_in_windows_is_that_of_the_row_alone():
@@ -152,9 +123,6 @@ AS_MANY_GROUPS = {
 LARGER_GROUPS = {
     "feature_group_count=2 makes": lambda x: grouped(
         twice(x)[None], jnp.stack([x[:, :2], x[:, 1:]]), feature_group_count=2
-    ),
-    "feature_group_count=3 makes": lambda x: grouped(
-        x.T[None], jnp.concatenate([twice(x), x])[:, None, :1].swapaxes(1, 2), feature_group_count=3
     ),
     "batch_group_count=2 makes": lambda x: grouped(
         twice(x)[:, None], x[:1, None, :2].repeat(2, 0), batch_group_count=2

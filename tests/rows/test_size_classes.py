@@ -12,7 +12,7 @@ import batchax as bx
 from batchax.rows.size_classes import SizeClasses
 
 from support.oracle import example
-from support.rows import attend, check_rows, powers, ragged
+from support.rows import attend, check_rows, ragged
 
 # No, one and the most elements of a class of three, one more, and one that has a class for itself.
 LENGTHS = (5, 11, 1, 11, 0, 3, 20, 11, 1, 6)
@@ -22,15 +22,6 @@ in_three = functools.partial(check, buckets=3)
 
 def rows(*trailing, **options):
     return ragged(*trailing, **{"lengths": LENGTHS, **options})
-
-
-@pytest.mark.parametrize(
-    "lengths", [(7,) * 10, (1,) * 10, (0, 0), (7,), (0, 0, 7), (1, 2, 3, 4, 5, 6, 7, 8)], ids=str
-)
-@pytest.mark.each_commit(1)
-def test_lengths_of_all_kinds(lengths):
-    numbers = {f"{n} classes": {"buckets": n} for n in (1, 2, 50)}
-    check(powers, rows(2, lengths=lengths), ways=numbers)
 
 
 def test_loops_that_end_at_their_own_step():

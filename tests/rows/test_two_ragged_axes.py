@@ -71,13 +71,6 @@ def test_rows_come_back_as_they_were(name):
         np.testing.assert_array_equal(mine, row)
 
 
-def test_rows_of_jax_are_rows_of_jax():
-    rows = list(map(jnp.asarray, rows_of("images")[:2]))
-    x = bx.Ragged.from_rows(rows, axis=(0, 1))
-    assert all(isinstance(row, jax.Array) for row in x.rows())
-    same_rows(x, rows)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_padded_rows_and_back_again(name):
     axis, rows = KINDS[name][0], rows_of(name)

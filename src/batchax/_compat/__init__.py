@@ -18,4 +18,5 @@ from batchax._compat.one_function import *
 from batchax._compat.primitives import *
 from batchax._compat.row_sizes import *
 from batchax._compat.staging import *
+from batchax._compat.types import *
 from batchax._compat.vmap_of_jax import *

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax import lax
 from jax._src.checkify import error_checks, jaxpr_to_checkify_jaxpr
@@ -29,8 +30,9 @@ from jax.experimental.key_reuse._core import (
 )
 from jax.extend.core.primitives import while_p
 
-from batchax._compat.jaxprs import ClosedJaxpr, Primitive, checks
+from batchax._compat.jaxprs import checks
 from batchax._compat.staging import as_one_call, stage
+from batchax._compat.types import Aval, ClosedJaxpr, Effects, Params, Primitive, Value
 
 
 class Checking(NamedTuple):
@@ -40,7 +42,7 @@ class Checking(NamedTuple):
     error: checkify.Error  # the error so far, a pytree of arrays
     enabled: frozenset[type]  # the kinds of errors to report
 
-    def needs(self, effects: Any) -> bool:
+    def needs(self, effects: Effects) -> bool:
         """Returns whether a program with these effects may have an error to report."""
         return not self.enabled <= checkify.user_checks or checks(effects)
 
@@ -65,7 +67,7 @@ Rule = Callable[[Checking, Sequence[Any], Any], tuple[Any, Sequence[Any]]]
 def set_error_rule(primitive: Primitive, rule: Rule) -> None:
     """Has ``checkify`` call `rule` for each equation of `primitive`."""
 
-    def run(*args: Any, **params: Any) -> tuple[Any, Sequence[Any]]:
+    def run(*args: Value, **params: Any) -> tuple[Any, Sequence[Any]]:
         at = next(i for i, x in enumerate(args) if isinstance(x, checkify.Error))
         return rule(Checking(args[:at], args[at], args[at + 1]), args[at + 2 :], params)
 
@@ -75,7 +77,9 @@ def set_error_rule(primitive: Primitive, rule: Rule) -> None:
 _while_of_jax = error_checks[while_p]
 
 
-def _while(checking: Checking, operands: Sequence[Any], params: Any) -> tuple[Any, Sequence[Any]]:
+def _while(
+    checking: Checking, operands: Sequence[Any], params: Params
+) -> tuple[Any, Sequence[Any]]:
     """Replaces JAX's rule, which raises for a ``while`` with a predicate for each lane."""
     if not params["cond_jaxpr"].out_avals[0].shape:
         context, error, enabled = checking
@@ -86,25 +90,29 @@ def _while(checking: Checking, operands: Sequence[Any], params: Any) -> tuple[An
 
 
 def _with_one_predicate(
-    operands: Sequence[Any], cond_nconsts: int, cond_jaxpr: Any, body_nconsts: int, body_jaxpr: Any
+    operands: Sequence[Any],
+    cond_nconsts: int,
+    cond_jaxpr: ClosedJaxpr,
+    body_nconsts: int,
+    body_jaxpr: ClosedJaxpr,
 ) -> list[Any]:
     """Runs a ``while`` until the last lane is done; lanes that are done keep their carry."""
     consts = operands[:cond_nconsts], operands[cond_nconsts : cond_nconsts + body_nconsts]
     depth = len(cond_jaxpr.out_avals[0].shape)
 
-    def goes_on(carry: Sequence[Any]) -> Any:
+    def goes_on(carry: Sequence[Any]) -> Value:
         return eval_jaxpr(cond_jaxpr.jaxpr, cond_jaxpr.consts, *consts[0], *carry)[0]
 
     def step(carry: Sequence[Any]) -> list[Any]:
         active = goes_on(carry)
         donor = jnp.argmax(active)
 
-        def select(new: Any, old: Any) -> Any:
+        def select(new: Value, old: Value) -> Value:
             return lax.select(lax.broadcast_in_dim(active, old.shape, range(depth)), new, old)
 
         # Lanes that are done must report no error, so they take a step from the carry of an active
         # one.
-        def given(x: Any) -> Any:
+        def given(x: Value) -> Value:
             lanes = lax.collapse(x, 0, depth)
             return select(
                 x, jnp.broadcast_to(lax.dynamic_index_in_dim(lanes, donor, 0, False), x.shape)
@@ -124,7 +132,7 @@ _shard_map_of_jax = error_checks[_shard_map_p]
 
 
 def _shard_map(
-    checking: Checking, operands: Sequence[Any], params: Any
+    checking: Checking, operands: Sequence[Any], params: Params
 ) -> tuple[Any, Sequence[Any]]:
     """Works around JAX's rule, which loses constants such as a table that is indexed."""
     # It raises "foreach() argument 2 is shorter" (JAX 0.10.2 to 0.12.0). A call keeps its
@@ -148,7 +156,7 @@ def set_key_use(
     the operands: their last inputs are parts of the last operands, which they consume.
     """
 
-    def signature(eqn: Any) -> Any:
+    def signature(eqn: jex_core.JaxprEqn) -> KeyReuseSignature:
         program = operations(eqn)
         assert program is not None
         of_operations = jaxpr_type_signature(program.jaxpr)
@@ -170,15 +178,15 @@ def set_key_use(
     key_reuse_signatures[primitive] = dynamic_key_reuse_signature(signature)
 
 
-def _parts(signature: Any) -> list[Any]:
+def _parts(signature: KeyReuseSignature) -> list[Any]:
     return [*signature.sinks, *signature.sources, *signature.forwards]
 
 
-def is_key(aval: Any) -> bool:
+def is_key(aval: Aval) -> bool:
     return hasattr(aval, "dtype") and jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
-def unconsumed(x: Any) -> Any:
+def unconsumed(x: Value) -> Value:
     """Marks keys in `x` as unconsumed, where they are used again on purpose."""
     config: Any = jax.config
     return jax.random.clone(x) if config.jax_debug_key_reuse and is_key(jax.typeof(x)) else x

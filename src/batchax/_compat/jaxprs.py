@@ -17,27 +17,29 @@ import jax.extend.core as jex_core
 from jax._src.debugging import debug_effect as debug_effect
 from jax.interpreters import partial_eval
 
-Primitive = jex_core.Primitive
-ClosedJaxpr = jex_core.ClosedJaxpr
+from batchax._compat.types import ClosedJaxpr, Effects, Eqn, Jaxpr, Program, Value, Values
+
 JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)  # one class since JAX 0.11
 
 
-def close(jaxpr: Any, consts: Any = ()) -> ClosedJaxpr:
+def close(jaxpr: Program, consts: Values = ()) -> ClosedJaxpr:
     """Closes a jaxpr that a parameter holds open (remat, shard_map)."""
     # Since JAX 0.11 there is a single class, and parameters are closed: then the last line can go.
     if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr.with_consts(list(consts)) if consts else jaxpr  # pyright: ignore
-    return ClosedJaxpr(jaxpr, list(consts))
+    unclosed: Any = jaxpr
+    return ClosedJaxpr(unclosed, list(consts))
 
 
-def without_constants(jaxpr: Any) -> Any:
+def without_constants(jaxpr: Program) -> Program:
     """Removes the values of constants, which are part of a jaxpr since JAX 0.12."""
     consts = getattr(jaxpr, "consts", ())
     return jaxpr.with_consts([None] * len(consts)) if consts else jaxpr  # pyright: ignore
 
 
-def constants_as_inputs(jaxpr: Any) -> Any:
+def constants_as_inputs(program: Program) -> Any:
     """Turns constants of a jaxpr, open or closed, into leading inputs."""
+    jaxpr: Any = program
     # JAX 0.11 does so for rules of custom derivatives, and passes the constants along with them.
     if not jaxpr.constvars:
         return jaxpr
@@ -61,6 +63,12 @@ def hoist_constants(*programs: ClosedJaxpr) -> tuple[list[ClosedJaxpr], list[Any
     }
     consts = [x for program in different for x in program.consts]
     return [hoisted[id(program)] for program in programs], consts
+
+
+def jaxpr_of(program: Program) -> Jaxpr:
+    """Returns a program without the values of its constants."""
+    jaxpr: Any = getattr(program, "jaxpr", program)
+    return jaxpr
 
 
 def opened(body: ClosedJaxpr) -> tuple[Any, list[Any]]:
@@ -95,49 +103,49 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def name_and_place(jaxpr: Any) -> str:
+def name_and_place(jaxpr: Program) -> str:
     """Returns the function that a program was traced from: ``name at file:line``, or ""."""
     # Only `jaxpr.debug_info`, which is for messages, has it.
     return jaxpr.debug_info.func_src_info or ""
 
 
-def name_within_jax(jaxpr: Any) -> str:
+def name_within_jax(jaxpr: Program) -> str:
     """Returns the name of the function a program was traced from if JAX defines it, else ""."""
     name, _, path = name_and_place(jaxpr).partition(" at ")
     return name if path.startswith(os.path.dirname(jax.__file__)) else ""
 
 
-def named_axes(effects: Any) -> set[Hashable]:
+def named_axes(effects: Effects) -> set[Hashable]:
     """Returns names of mapped axes that an equation with these effects uses."""
     return {e.name for e in effects if type(e).__name__ == "NamedAxisEffect"}
 
 
-def observed(effects: Any) -> bool:
+def observed(effects: Effects) -> bool:
     """Returns whether there are effects other than the use of a named axis."""
     return any(type(e).__name__ != "NamedAxisEffect" for e in effects)
 
 
-def in_order(effects: Any) -> bool:
+def in_order(effects: Effects) -> bool:
     """Returns whether there are Python callbacks that must run in order."""
     return any(type(e).__name__ in ("OrderedIOEffect", "OrderedDebugEffect") for e in effects)
 
 
-def ordered_by_lane(effects: Any) -> bool:
+def ordered_by_lane(effects: Effects) -> bool:
     """Returns whether there is input or output, or something that must run in order."""
     return in_order(effects) or any(type(e).__name__ == "IOEffect" for e in effects)
 
 
-def calls_back(effects: Any) -> bool:
+def calls_back(effects: Effects) -> bool:
     """Returns whether there are Python callbacks with visible effects."""
     return ordered_by_lane(effects) or any(type(e).__name__ == "DebugEffect" for e in effects)
 
 
-def does_more_than_show(effects: Any) -> bool:
+def does_more_than_show(effects: Effects) -> bool:
     """Returns whether there are effects other than showing values on the host."""
     return any(type(e).__name__ != "DebugEffect" for e in effects)
 
 
-def checks(effects: Any) -> bool:
+def checks(effects: Effects) -> bool:
     """Returns whether there is a runtime check of ``checkify``."""
     return any(type(e).__name__ == "ErrorEffect" for e in effects)
 
@@ -155,22 +163,22 @@ def callbacks_fail_silently() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def is_reference(x: Any) -> bool:
+def is_reference(x: Value) -> bool:
     return hasattr(jax.typeof(x), "inner_aval")
 
 
-def makes_references(effects: Any) -> bool:
+def makes_references(effects: Effects) -> bool:
     """Returns whether a program with these effects creates references."""
     return any(type(e).__name__ == "InternalMutableArrayEffect" for e in effects)
 
 
-def touches_references(eqn: Any) -> bool:
+def touches_references(eqn: Eqn) -> bool:
     """Returns whether an equation creates references, or takes one."""
     given = any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
     return given or makes_references(eqn.effects)
 
 
-def written_inputs(jaxpr: Any) -> set[int]:
+def written_inputs(jaxpr: Jaxpr | Eqn) -> set[int]:
     """Returns which inputs of a jaxpr or equation are references that it writes to."""
     writes = [e.input for e in jaxpr.effects if type(e).__name__ in {"WriteEffect", "AccumEffect"}]
     return {i for i, v in enumerate(jaxpr.invars) if v in writes}

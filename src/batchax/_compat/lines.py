@@ -15,10 +15,13 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import jax
+import jax.core
 from jax._src.source_info_util import user_frame, user_frames
 from jax._src.traceback_util import api_boundary as _of_function
 from jax._src.traceback_util import filter_traceback, register_exclusion
 from jax.extend import source_info_util
+
+from batchax._compat.types import Eqn
 
 current_name_stack = source_info_util.current_name_stack
 name_stack_extended = source_info_util.transform_name_stack
@@ -31,13 +34,15 @@ BATCHAX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 source_info_util.register_exclusion(BATCHAX)
 
 
-def user_source(source_info: Any, outer_name_stack: Any) -> AbstractContextManager[None]:
+def user_source(
+    source_info: source_info_util.SourceInfo, outer_name_stack: source_info_util.NameStack
+) -> AbstractContextManager[None]:
     """Sets the user's line and names for operations that are emitted."""
     stack = outer_name_stack + source_info.name_stack
     return in_source(source_info.traceback, name_stack=stack)
 
 
-def user_line(source_info: Any, running: bool = False) -> str:
+def user_line(source_info: source_info_util.SourceInfo, running: bool = False) -> str:
     """Returns `file:line (function)` of the user's code that made an equation.
 
     If there is none, "", or, if `running`, the line that runs now.
@@ -63,13 +68,13 @@ def in_cell(file: str, line: int) -> str:
     return f"cell {number[1]}, line {line}" if number else ""
 
 
-def made_at(tracer: Any) -> str:
+def made_at(tracer: jax.core.Tracer) -> str:
     """Returns `file:line (function)` of the user's code that made a tracer; "" if unknown."""
     source_info = getattr(tracer, "_line_info", None)
     return user_line(source_info) if source_info is not None else ""
 
 
-def user_file_and_line(source_info: Any) -> tuple[str, int]:
+def user_file_and_line(source_info: source_info_util.SourceInfo) -> tuple[str, int]:
     """Returns file and line of the user's code that made an equation, for warnings.
 
     If there is none, those of the line that runs now.
@@ -81,7 +86,7 @@ def user_file_and_line(source_info: Any) -> tuple[str, int]:
     return (frame.filename, frame.lineno or 0) if frame else ("<unknown>", 0)
 
 
-def calling_files_and_lines(source_info: Any) -> Iterator[tuple[str, int]]:
+def calling_files_and_lines(source_info: source_info_util.SourceInfo) -> Iterator[tuple[str, int]]:
     """Yields file and line of each call on the stack when an equation was made, innermost first.
 
     Calls in JAX, batchax, and Python's library are omitted.
@@ -113,7 +118,7 @@ def _frames_of_users(frames: Iterable[tuple[Any, int]]) -> Iterator[traceback.Fr
             yield traceback.FrameSummary(code.co_filename, line, code.co_qualname)
 
 
-def named_equation(eqn: Any, name: str | None, params: dict[str, Any]) -> Any:
+def named_equation(eqn: Eqn, name: str | None, params: dict[str, Any]) -> Eqn:
     """Replaces parameters of an equation, and adds an innermost name if given."""
     # Public functions put names around what is traced next, not around equations.
     source = eqn.source_info
@@ -170,7 +175,7 @@ def looks_for_integers() -> bool:
     return _of_caller("tree_leaves", "value_and_grad_f").get("allow_int") is False
 
 
-def maps_axis_of(x: Any) -> bool:
+def maps_axis_of(x: object) -> bool:
     """Returns whether `jax.vmap` flattens its arguments to map `x` along one array axis."""
     of_caller = _of_caller("tree_flatten", "vmap_f")
     in_axes, args = of_caller.get("in_axes"), of_caller.get("args", ())

@@ -10,8 +10,10 @@ import numpy as np
 from jax import lax
 from jax._src.config import _check_vma as check_vma
 from jax._src.distributed import global_state
+from jax.interpreters import mlir
 
 from batchax._compat.jaxprs import is_reference
+from batchax._compat.types import Aval, Value
 
 
 def checked_axes() -> frozenset[Hashable]:
@@ -22,14 +24,14 @@ def checked_axes() -> frozenset[Hashable]:
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def varying_axes(aval: Any) -> frozenset[Hashable]:
+def varying_axes(aval: Aval) -> frozenset[Hashable]:
     """Returns the ``shard_map`` mesh axes that a value of this type varies over."""
     # Types do not expose this publicly.
     aval = getattr(aval, "inner_aval", aval)
     return aval.mat.varying if hasattr(aval, "mat") else frozenset()
 
 
-def varying_as(x: Any, aval: Any) -> Any:
+def varying_as(x: Value, aval: Aval) -> Value:
     """Casts `x` to vary over the ``shard_map`` mesh axes that `aval` varies over."""
     # Operations of JAX insert this cast themselves, and primitives of batchax do not.
     return varying_over(x, varying_axes(aval))
@@ -41,7 +43,7 @@ def varying_alike(xs: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
     return [varying_over(x, axes) for x in xs]
 
 
-def varying_over(x: Any, axes: frozenset[Hashable]) -> Any:
+def varying_over(x: Value, axes: frozenset[Hashable]) -> Value:
     """Casts `x` to vary over more mesh axes; references stay as they are."""
     missing = axes - varying_axes(jax.typeof(x))
     if not missing or is_reference(x):
@@ -49,12 +51,12 @@ def varying_over(x: Any, axes: frozenset[Hashable]) -> Any:
     return jax.lax.pcast(x, tuple(missing), to="varying")
 
 
-def type_varying_over(aval: Any, axes: frozenset[Hashable]) -> Any:
+def type_varying_over(aval: Aval, axes: frozenset[Hashable]) -> Aval:
     """Returns the type of values that also vary over these mesh axes."""
     return with_varying_axes(aval, varying_axes(aval) | axes)
 
 
-def with_varying_axes(aval: Any, axes: frozenset[Hashable]) -> Any:
+def with_varying_axes(aval: Aval, axes: frozenset[Hashable]) -> Aval:
     """Returns the type of values that vary over exactly these mesh axes."""
     # No public function changes this in a type.
     if axes == varying_axes(aval):
@@ -67,13 +69,13 @@ def with_varying_axes(aval: Any, axes: frozenset[Hashable]) -> Any:
     return aval.update(manual_axis_type=aval.mat.update(varying=axes))
 
 
-def scalar_like(aval: Any, dtype: np.dtype[Any]) -> Any:
+def scalar_like(aval: Aval, dtype: np.dtype[Any]) -> Aval:
     """Returns the type of a scalar that varies over the same mesh axes as `aval`."""
     sharding = aval.sharding.update(spec=jax.sharding.PartitionSpec())
     return aval.update(shape=(), dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def filled(aval: Any, value: Any, dtype: np.dtype[Any] | None = None) -> Any:
+def filled(aval: Aval, value: Value, dtype: np.dtype[Any] | None = None) -> Value:
     """Fills an array with the shape and sharding of a type."""
     # Since JAX 0.12, ``lax.full`` omits the mesh if nothing is sharded over it.
     dtype, sharding = dtype or aval.dtype, aval.sharding
@@ -106,10 +108,10 @@ class Outputs:
         return cls(arrays)
 
 
-def is_divided(ctx: Any) -> bool:
+def is_divided(ctx: mlir.LoweringRuleContext) -> bool:
     """Returns whether a program is being lowered for devices among which XLA divides it."""
     # The context of a lowering rule has no public names for this.
-    context = ctx.module_context.axis_context
+    context: Any = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     if mesh is None:
         return getattr(context, "num_devices", 1) > 1

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 PRIVATE_PLACES = {
     # `Array.__getitem__` and `.at` have no other function that could be replaced: it is an error
@@ -96,7 +98,7 @@ def looked_up_before(names: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def resolve_patched(function: Any) -> Any:
+def resolve_patched(function: T) -> T | Callable[..., Any]:
     """Returns the replacement of a function that was passed, while rows are traced."""
     if _staging.get():
         for patch in PATCHES:

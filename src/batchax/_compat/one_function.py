@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from batchax._compat.mesh_types import varying_alike
+from batchax._compat.types import Aval, Value
 from batchax.config import config
 
 # What XLA makes of these two words is tested on these versions of jaxlib; see `single_kernels`.
@@ -47,13 +48,13 @@ def single_kernel(
     if not single_kernels():
         return list(run(*operands))
 
-    def called(*operands: Any) -> list[Any]:
+    def called(*operands: Value) -> list[Any]:
         # If XLA divides something among threads, it calls what such a kernel lacks. It divides
         # nothing in a branch of a conditional, so this is one, with a predicate that is always
         # true, which only LLVM finds out.
         # XLA ends the process if nothing in a kernel reads an operand, or no result depends on it.
         # In the other branch, all results depend on all operands.
-        def never(*operands: Any) -> list[Any]:
+        def never(*operands: Value) -> list[Any]:
             every = functools.reduce(lax.bitwise_xor, map(_bits, [x for x in operands if x.size]))
             return [_anything(every, t) for t in types]
 
@@ -68,7 +69,7 @@ def single_kernel(
     return [x if _is_key(x) else set_xla_metadata(x, **words) for x in outs]
 
 
-def _bits(x: Any) -> Any:
+def _bits(x: Value) -> Value:
     """Returns the first element of an array as an integer."""
     x = jax.random.key_data(x) if _is_key(x) else x
     first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
@@ -80,13 +81,13 @@ def _bits(x: Any) -> Any:
     return lax.convert_element_type(first, np.int32)
 
 
-def _anything(number: Any, aval: Any) -> Any:
+def _anything(number: Value, aval: Aval) -> Value:
     if _is_key(aval):
         return varying_alike([lax.empty(aval.shape, aval.dtype)], like=[number])[0]
     return lax.broadcast(lax.convert_element_type(number, aval.dtype), aval.shape)
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: Value | Aval) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 

@@ -18,8 +18,8 @@ from jax.experimental import hijax
 from jax.extend import linear_util
 from jax.interpreters import ad, batching
 
-from batchax._compat.jaxprs import Primitive
 from batchax._compat.staging import tracing
+from batchax._compat.types import Aval, HighOperation, Primitive, Value, Values
 
 
 def find_primitive(name: str) -> Primitive | None:
@@ -56,7 +56,7 @@ def primitives_by_name() -> dict[str, Primitive]:
     return by_name
 
 
-def platform_index(platforms: Any) -> Any:
+def platform_index(platforms: object) -> Value:
     """Returns the index of the platform that a program is compiled for."""
     # ``jax.lax.platform_dependent`` only offers it together with branches.
     return platform_index_p.bind(platforms=platforms)
@@ -76,17 +76,17 @@ def lower_early(
     # Since 0.12, JAX describes some operations (``jnp.searchsorted``, ``jnp.nonzero``) by objects,
     # and first replaces what holds one by simpler operations. Without these attributes, it looks
     # into some parameters only, and then has no replacement.
-    def is_high(*avals: Any, **params: Any) -> bool:
+    def is_high(*avals: Aval, **params: Any) -> bool:
         return any(program.is_high for program in programs(params))
 
-    def replaced(*operands: Any, **params: Any) -> Any:
+    def replaced(*operands: Value, **params: Any) -> Value:
         return (operations if tracing() else compute)(*operands, **params)
 
     primitive.is_high = is_high
     primitive.to_lojax = replaced
 
 
-def weakly(x: Any) -> Any:
+def weakly(x: Value) -> Value:
     """Gives `x` the weak type of a Python scalar, which no public function does for arrays."""
     return jax.lax.convert_element_type_p.bind(
         x, new_dtype=x.dtype, weak_type=True, sharding=jax.typeof(x).sharding
@@ -102,14 +102,14 @@ def wrapped_parts(x: Any) -> list[Any]:
     return [x.val] if boxed else []
 
 
-def is_tracing_state(x: Any) -> bool:
+def is_tracing_state(x: object) -> bool:
     """Returns whether `x` is tracing state that JAX stores with a derivative rule."""
     # It does not affect the rule. The types are private, and recognized by name.
     states = {"DynamicJaxprTrace", "Store", "EqualStore", "InitialResultPaths"}
     return type(x) is object or type(x).__name__ in states
 
 
-def rewrapped(fun: Callable[..., Any], like: Any) -> Any:
+def rewrapped(fun: Callable[..., Any], like: linear_util.WrappedFun) -> linear_util.WrappedFun:
     """Wraps `fun` for primitives that take functions, under the name of `like`."""
     return linear_util.wrap_init(fun, debug_info=like.debug_info)
 
@@ -129,26 +129,26 @@ class ResidualsDescription:
             unseen += [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
         (self._holder,) = holders
 
-    def get(self) -> Any:
+    def get(self) -> object:
         """Returns the description; None after a trace that failed, and before the first."""
         try:
             return self._holder.val
         except Exception:
             return None
 
-    def set(self, description: Any) -> None:
+    def set(self, description: object) -> None:
         self._holder.reset()
         self._holder.store(description)
 
 
-def cotangents_and_logs(result: Any) -> tuple[list[Any], Any]:
+def cotangents_and_logs(result: Values | tuple[Values, object]) -> tuple[list[Any], Any]:
     """Splits the result of a custom_vjp reverse rule: a list, and logs since JAX 0.11.1."""
     if isinstance(result, tuple) and len(result) == 2:
         return list(result[0]), result[1]
     return list(result), None
 
 
-def as_made_by_default(prim: Any) -> Callable[..., list[Any]] | None:
+def as_made_by_default(prim: HighOperation) -> Callable[..., list[Any]] | None:
     """Rebuilds a function with derivative rules as JAX makes it by default.
 
     It takes flat arguments. None if `prim` is another object.
@@ -163,7 +163,7 @@ def as_made_by_default(prim: Any) -> Callable[..., list[Any]] | None:
     # JAX 0.12 passes what the function closes over as its first argument.
     n_closed = len(jax.tree.leaves(prim.in_avals[0])) if _has_logs(prim) else 0
 
-    def run(*xs: Any) -> list[Any]:
+    def run(*xs: Value) -> list[Any]:
         args, body = arguments(xs), prim.traced.jaxpr
         args = prim.drop_fwd_consts(*args) if hasattr(prim, "drop_fwd_consts") else args
         return eval_jaxpr(body.jaxpr, body.consts, *jax.tree.leaves(args))
@@ -175,17 +175,17 @@ def as_made_by_default(prim: Any) -> Callable[..., list[Any]] | None:
         code = run.__code__.replace(co_filename=file, co_firstlineno=int(line))
         run.__name__, run.__code__ = name, code
 
-    def jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+    def jvp(primals: Values, tangents: Values) -> tuple[list[Any], list[Any]]:
         out, dots = prim.jvp(arguments(primals), arguments(_zeros_as(ad.Zero, tangents)))
         out, dots = map(prim.out_tree.flatten_up_to, (out, dots))
         return out, _zeros_as(SymbolicZero, dots)
 
     def reject(
-        primals: Any, _: Any
+        primals: Values, _: object
     ) -> Any:  # the object raises: `vjp_fwd` reads what it closes over
         prim.vjp_fwd(arguments([True] * len(prim.in_avals_flat)), *prim.in_avals)
 
-    def call(*xs: Any) -> list[Any]:
+    def call(*xs: Value) -> list[Any]:
         if kind == "CustomVJPTraced":
             with _made_by_default():
                 closed_over = jax.custom_jvp(lambda x: x)
@@ -200,7 +200,7 @@ def as_made_by_default(prim: Any) -> Callable[..., list[Any]] | None:
     return call
 
 
-def by_reverse_rule(prim: Any) -> Callable[..., list[Any]] | None:
+def by_reverse_rule(prim: HighOperation) -> Callable[..., list[Any]] | None:
     """Rebuilds an operation with a reverse rule only as a ``custom_vjp`` function."""
     # Programs are differentiated in forward mode before they are transposed, for which the object
     # has no ``jvp``. A ``custom_vjp`` function stays intact until then.
@@ -213,14 +213,16 @@ def by_reverse_rule(prim: Any) -> Callable[..., list[Any]] | None:
     return _with_reverse_rule(prim, run, 0)
 
 
-def _has_logs(prim: Any) -> bool:  # since JAX 0.12
+def _has_logs(prim: HighOperation) -> bool:  # since JAX 0.12
     return hasattr(prim, "vjp_bwd_retval_logs")
 
 
-def _with_reverse_rule(prim: Any, run: Callable[..., Any], n_closed: int) -> Callable[..., Any]:
+def _with_reverse_rule(
+    prim: HighOperation, run: Callable[..., Any], n_closed: int
+) -> Callable[..., Any]:
     """Gives `run` the reverse rule of an object; its first `n_closed` arguments are constants."""
 
-    def forward(*xs: Any) -> tuple[list[Any], Any]:
+    def forward(*xs: Value) -> tuple[list[Any], Any]:
         nonzero = [x.perturbed and i >= n_closed for i, x in enumerate(xs)]
         nonzero, args = (
             jax.tree.unflatten(prim.in_tree, flat) for flat in (nonzero, [x.value for x in xs])
@@ -228,7 +230,7 @@ def _with_reverse_rule(prim: Any, run: Callable[..., Any], n_closed: int) -> Cal
         out, residuals, *_ = prim.vjp_fwd(nonzero, *args)
         return prim.out_tree.flatten_up_to(out), residuals
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
+    def backward(residuals: Value, cotangents: Values) -> tuple[Value, ...]:
         pull = prim.vjp_bwd_retval_logs if _has_logs(prim) else prim.vjp_bwd_retval
         cotangents = _zeros_as(ad.Zero, cotangents)
         result = pull(residuals, jax.tree.unflatten(prim.out_tree, cotangents))
@@ -237,7 +239,7 @@ def _with_reverse_rule(prim: Any, run: Callable[..., Any], n_closed: int) -> Cal
         result = tuple(None if isinstance(c, _ZEROS) else c for c in result)
         return (result, logs) if _has_logs(prim) else result
 
-    def call(*xs: Any) -> list[Any]:
+    def call(*xs: Value) -> list[Any]:
         with _made_by_default():
             function: Any = jax.custom_vjp(run)
             define = function.defvjp_with_logs if _has_logs(prim) else function.defvjp
@@ -251,7 +253,7 @@ def _with_reverse_rule(prim: Any, run: Callable[..., Any], n_closed: int) -> Cal
 _ZEROS = (ad.Zero, SymbolicZero)
 
 
-def _zeros_as(kind: type, xs: Any) -> list[Any]:
+def _zeros_as(kind: type, xs: Values) -> list[Any]:
     return [kind(x.aval) if isinstance(x, _ZEROS) else x for x in xs]
 
 
@@ -266,7 +268,7 @@ def _made_by_default() -> Iterator[None]:
         yield
 
 
-def is_checkpoint(prim: Any) -> bool:
+def is_checkpoint(prim: HighOperation) -> bool:
     """Returns whether a ``call_hi_primitive`` object is ``jax.checkpoint`` with ``jax_remat3``."""
     # The class is private, and recognized by name and parameters.
     return type(prim).__name__ == "RematTraced" and {"jaxpr", "policy"} <= set(prim.params)

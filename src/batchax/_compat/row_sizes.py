@@ -14,12 +14,15 @@ from jax._src.dtypes import (
     python_scalar_types_to_dtypes,
     register_weak_scalar_type,
 )
+from jax.typing import DTypeLike
+
+from batchax._compat.types import Dim, Value
 
 
 class RowScope(jax.export.SymbolicScope):
     """Holds the sizes of the rows of one call. `lengths` answers questions about them."""
 
-    def __init__(self, lengths: Any) -> None:
+    def __init__(self, lengths: object) -> None:
         super().__init__()
         self.lengths = lengths
 
@@ -47,7 +50,7 @@ class RowDimension(SIZE):
             return other.scope is self.scope and self._eq(other)
         return isinstance(other, (int, np.integer)) and self._eq(other)
 
-    def astype(self, dtype: Any) -> Any:
+    def astype(self, dtype: DTypeLike) -> jax.Array:
         """Converts the size to an array, like NumPy's integers."""
         return jax.numpy.asarray(self).astype(dtype)
 
@@ -55,10 +58,10 @@ class RowDimension(SIZE):
         """Returns JAX's hash of the expression."""
         return SIZE.__hash__(self)
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         return self.is_known_to_be(other)
 
-    def __ne__(self, other: Any) -> bool:
+    def __ne__(self, other: object) -> bool:
         return not self.is_known_to_be(other)
 
     def __hash__(self) -> int:
@@ -67,7 +70,7 @@ class RowDimension(SIZE):
 
 def _of_its_class(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def wrapped(self: Any, *others: Any) -> Any:
+    def wrapped(self: Any, *others: object) -> Any:
         made = method(self, *others)
         own = lambda x: type(self)(x._sorted_terms, x._scope) if type(x) is SIZE else x
         return tuple(map(own, made)) if isinstance(made, tuple) else own(made)
@@ -82,7 +85,7 @@ for _name in (
     setattr(RowDimension, _name, _of_its_class(getattr(SIZE, _name)))
 
 
-def row_symbols(kind: type[RowDimension], names: Sequence[str], lengths: Any) -> tuple[Any, ...]:
+def row_symbols(kind: type[RowDimension], names: Sequence[str], lengths: object) -> tuple[Any, ...]:
     """Makes symbolic sizes of rows, of class `kind`, in a new scope."""
     if not names:
         return ()
@@ -90,7 +93,7 @@ def row_symbols(kind: type[RowDimension], names: Sequence[str], lengths: Any) ->
     return tuple(kind(size._sorted_terms, size.scope) for size in of_jax)
 
 
-def another_symbol(kind: type[RowDimension], name: str, scope: RowScope) -> Any:
+def another_symbol(kind: type[RowDimension], name: str, scope: RowScope) -> RowDimension:
     """Makes one more symbolic size in a scope, or returns that of the name."""
     of_jax: Any = jax.export.symbolic_shape(name, scope=scope)[0]
     return kind(of_jax._sorted_terms, scope)
@@ -100,12 +103,12 @@ def is_row_size(x: object) -> TypeGuard[RowDimension]:
     return isinstance(x, RowDimension)
 
 
-def symbols(dim: Any) -> frozenset[str]:
+def symbols(dim: Dim) -> frozenset[str]:
     """Returns the names in a symbolic size; ``_get_vars`` has no public equivalent."""
     return frozenset(dim._get_vars())
 
 
-def evaluate_size(dim: Any, values: dict[str, Any]) -> Any:
+def evaluate_size(dim: Dim, values: dict[str, Any]) -> Value:
     """Evaluates a symbolic size for `values`, which may be arrays or traced."""
     # JAX only does this itself when it lowers an exported program, in its default integers.
     values = {k: v.astype(int) if hasattr(v, "astype") else v for k, v in values.items()}

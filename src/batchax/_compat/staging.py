@@ -20,8 +20,18 @@ from jax._src.util import register_cache, weakref_cache_key_types
 from jax.extend import linear_util
 from jax.interpreters import partial_eval
 
-from batchax._compat.jaxprs import ClosedJaxpr, Primitive, close
+from batchax._compat.jaxprs import close
 from batchax._compat.mesh_types import check_vma, checked_axes, varying_as
+from batchax._compat.types import (
+    ClosedJaxpr,
+    Dim,
+    Jaxpr,
+    Params,
+    Primitive,
+    Value,
+    Values,
+    Var,
+)
 
 T = TypeVar("T")
 
@@ -48,7 +58,7 @@ def stage(
         traced_for=transformation, func_src_info=fun_sourceinfo(fun), arg_names=tuple(arg_names)
     )
     if checked_axes():
-        fun = _in_shard_map(fun, selecting)
+        fun = _through(fun, lambda trace: _InShardMap(trace, selecting))
     wrapped = linear_util.wrap_init(fun, debug_info=debug_info)
     with extend_axis_env_nd(list(axis_env)) if axis_env else nullcontext():
         jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, list(avals))
@@ -70,7 +80,7 @@ def described(
     # times: the last call counts.
     descriptions: list[Any] = []
 
-    def arrays(*args: Any) -> list[Any]:
+    def arrays(*args: Value) -> list[Any]:
         outs, description = fun(*args)
         descriptions.append(description)
         return outs
@@ -85,18 +95,38 @@ def named_after(made: Callable[..., Any], fun: Callable[..., Any]) -> None:
     vars(made)["__wrapped__"] = getattr(fun, "__wrapped__", fun)
 
 
-class _KeepingCalls:
-    """Traces each call of ``jax.jit`` as a call."""
+class _Around:
+    """Passes what is traced on to another trace; subclasses change some of it."""
 
-    # JAX inlines some of its functions, and then nothing shows that they were one call, of which
-    # only the results are checked for NaN.
-    def __init__(self, trace: Any) -> None:
+    # Putting a trace in front of another is not public.
+    def __init__(self, trace: jax.core.Trace) -> None:
         self._trace = trace
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trace, name)
 
-    def process_primitive(self, primitive: Primitive, operands: Any, params: Any) -> Any:
+
+def _through(
+    fun: Callable[..., Any], around: Callable[[jax.core.Trace], _Around]
+) -> Callable[..., Any]:
+    """Has operations of `fun` go through `around` the trace that is active."""
+
+    @functools.wraps(fun)
+    def run(*args: Value) -> Any:
+        with jex_core.take_current_trace() as trace:
+            passed: Any = around(trace)
+        with jex_core.set_current_trace(passed):
+            return fun(*args)
+
+    return run
+
+
+class _KeepingCalls(_Around):
+    """Traces each call of ``jax.jit`` as a call."""
+
+    # JAX inlines some of its functions, and then nothing shows that they were one call, of which
+    # only the results are checked for NaN.
+    def process_primitive(self, primitive: Primitive, operands: Values, params: Params) -> Value:
         if primitive is jex_primitives.jit_p:
             inline = params["inline"]  # a bool, since 0.12 one of several words
             params = {**params, "inline": getattr(type(inline), "AUTO", False)}
@@ -105,35 +135,28 @@ class _KeepingCalls:
 
 def keeping_calls(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Traces each ``jax.jit`` in `fun` as a call, whatever its `inline` option is."""
-
-    @functools.wraps(fun)
-    def run(*args: Any) -> Any:
-        with jex_core.take_current_trace() as trace:
-            around: Any = _KeepingCalls(trace)
-        with jex_core.set_current_trace(around):
-            return fun(*args)
-
-    return run
+    return _through(fun, _KeepingCalls)
 
 
-class _KnownAtOnce:
+class _KnownAtOnce(_Around):
     """Passes operations on values that are differentiated outside to that derivative."""
 
     # Their results keep values that Python may branch on. ``jax.ensure_compile_time_eval`` computes
     # at once only operations without tracers among their operands.
-    def __init__(self, trace: Any, stays: Callable[[Primitive, Any], bool]) -> None:
-        self._trace, self._stays = trace, stays
+    def __init__(self, trace: jax.core.Trace, stays: Callable[[Primitive, Any], bool]) -> None:
+        super().__init__(trace)
+        self._stays = stays
 
     def __getattr__(self, name: str) -> Any:
         with_rules = name in ("process_custom_jvp_call", "process_custom_vjp_call")
         return functools.partial(self._called, name) if with_rules else getattr(self._trace, name)
 
-    def _known(self, operands: Any) -> list[Any]:
+    def _known(self, operands: Values) -> list[Any]:
         """Returns the tracers among operands if all are of derivatives; else none."""
         tracers = [x for x in operands if isinstance(x, jax.core.Tracer)]
         return tracers if all(map(_is_derived, tracers)) else []
 
-    def process_primitive(self, primitive: Primitive, operands: Any, params: Any) -> Any:
+    def process_primitive(self, primitive: Primitive, operands: Values, params: Params) -> Value:
         tracers = self._known(operands)
         if not tracers or self._stays(primitive, params):
             return self._trace.process_primitive(primitive, operands, params)
@@ -159,14 +182,11 @@ def known_at_once(
     That includes differentiated values. Operations for which `stays` returns True are traced.
     """
 
-    @functools.wraps(fun)
-    def run(*args: Any) -> Any:
-        with jex_core.take_current_trace() as trace:
-            around: Any = _KnownAtOnce(trace, stays)
-        with jex_core.set_current_trace(around), jax.ensure_compile_time_eval():
+    def known(*args: Value) -> Any:
+        with jax.ensure_compile_time_eval():
             return fun(*args)
 
-    return run
+    return _through(functools.wraps(fun)(known), lambda trace: _KnownAtOnce(trace, stays))
 
 
 def inlined(program: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
@@ -176,7 +196,7 @@ def inlined(program: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     return jex_primitives.jit_p.bind(*operands, **_of_jit(program, _OF_JIT))
 
 
-def as_one_call(jaxpr: Any) -> Any:
+def as_one_call(jaxpr: Jaxpr) -> Any:
     """Wraps a jaxpr, open or closed, in one call of ``jax.jit``."""
     if not jaxpr.eqns:
         return jaxpr
@@ -187,7 +207,7 @@ def as_one_call(jaxpr: Any) -> Any:
     return jaxpr.replace(eqns=[call], outvars=outs)
 
 
-def _of_jit(program: ClosedJaxpr, params: dict[str, Any]) -> Any:
+def _of_jit(program: ClosedJaxpr, params: dict[str, Any]) -> Params:
     ins, outs = len(program.in_avals), len(program.out_avals)
     counts = {"in_shardings": ins, "in_layouts": ins, "donated_invars": ins}
     counts |= {"out_shardings": outs, "out_layouts": outs}
@@ -199,19 +219,17 @@ _inline = type(_A_CALL.params["inline"])  # a bool, since 0.12 one of several wo
 _OF_JIT = {**_A_CALL.params, "inline": getattr(_inline, "JAX_EARLY", True)}
 
 
-class _InShardMap:
+class _InShardMap(_Around):
     """Traces in ``shard_map`` with the types that ``jax.vmap`` would have."""
 
     # The lane index does not vary over the mesh, though JAX types it so, and cannot cast to it.
     # With `selecting`, results of ``cond`` and ``while`` vary as the predicate does, where JAX uses
-    # the types of their programs. Putting a trace in front of another is not public.
-    def __init__(self, trace: Any, selecting: bool) -> None:
-        self._trace, self._selecting = trace, selecting
+    # the types of their programs.
+    def __init__(self, trace: jax.core.Trace, selecting: bool) -> None:
+        super().__init__(trace)
+        self._selecting = selecting
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trace, name)
-
-    def process_primitive(self, primitive: Primitive, operands: Any, params: Any) -> Any:
+    def process_primitive(self, primitive: Primitive, operands: Values, params: Params) -> Value:
         process = self._trace.process_primitive
         if primitive is jax.lax.axis_index_p and params["axis_name"] not in checked_axes():
             with check_vma(False):
@@ -225,34 +243,24 @@ class _InShardMap:
             return [varying_as(x, by) for x in outs]
 
 
-def _in_shard_map(fun: Callable[..., Any], selecting: bool) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        with jex_core.take_current_trace() as trace:
-            around: Any = _InShardMap(trace, selecting)
-        with jex_core.set_current_trace(around):
-            return fun(*args)
-
-    return run
-
-
 def names_in_scope() -> list[tuple[Hashable, Any]]:
     """Returns names and sizes of mapped axes that collectives may use here."""
     return list(get_axis_env().axis_sizes.items())
 
 
-def named_scope(name: Hashable | None, size: Any) -> AbstractContextManager[None]:
+def named_scope(name: Hashable | None, size: Dim) -> AbstractContextManager[None]:
     """Allows collectives over `name` inside."""
     return extend_axis_env_nd([] if name is None else [(name, size)])
 
 
-def mesh_axis_taken(mesh_axis: Any) -> AbstractContextManager[None]:
+def mesh_axis_taken(mesh_axis: Hashable) -> AbstractContextManager[None]:
     """Prevents what is traced inside from being sharded over `mesh_axis` itself."""
     if mesh_axis is None:
         return nullcontext()
     return add_explicit_mesh_axis_names(mesh_axis if isinstance(mesh_axis, tuple) else (mesh_axis,))
 
 
-def without_references(program: ClosedJaxpr, name: Hashable | None, size: Any) -> ClosedJaxpr:
+def without_references(program: ClosedJaxpr, name: Hashable | None, size: Dim) -> ClosedJaxpr:
     """Turns references that `program` creates into values; it may use the axis `name`."""
     # By default JAX also expands operations that it lowers early, which loses their derivatives. In
     # loops and branches that use references it does so in any case.
@@ -284,10 +292,10 @@ def _traces_around() -> Iterator[Any]:
     return _with_outer(around)
 
 
-def _with_outer(around: Any) -> Iterator[Any]:
+def _with_outer(around: jax.core.Trace | None) -> Iterator[Any]:
     """Yields a trace and those around it, which is not public."""
     while around is not None:
-        while isinstance(around, (_KeepingCalls, _InShardMap, _KnownAtOnce)):
+        while isinstance(around, _Around):
             around = around._trace
         yield around
         around = getattr(around, "parent_trace", None)
@@ -298,14 +306,14 @@ def _kind_of_trace() -> str:
         return type(trace).__name__
 
 
-def value_of(tracer: Any) -> Any:
+def value_of(tracer: jax.core.Tracer) -> jax.Array | None:
     """Returns the array behind a tracer, if any: differentiated tracers have values."""
     # Private; publicly ``bool(tracer)`` reads it. A NumPy array is on no device, hence None.
     value = tracer.to_concrete_value()
     return value if isinstance(value, jax.Array) else None
 
 
-def is_live(tracer: Any) -> bool:
+def is_live(tracer: jax.core.Tracer) -> bool:
     """Returns whether the trace of `tracer` is active around the code that runs now."""
     # The trace of a tracer is not public.
     own = getattr(tracer._trace, "tag", tracer._trace)
@@ -321,13 +329,13 @@ def within_trace_of(tracers: Iterable[Any]) -> AbstractContextManager[Any]:
     return jex_core.set_current_trace(max(traces, key=lambda t: len(list(_with_outer(t)))))
 
 
-def is_inside(tracer: Any, trace: Any) -> bool:
+def is_inside(tracer: jax.core.Tracer, trace: jax.core.Trace) -> bool:
     """Returns whether the trace of `tracer` was started inside `trace`, if JAX knows."""
     (trace, *_), (own, *outer) = map(list, map(_with_outer, (trace, tracer._trace)))
     return own is not trace and any(t is trace for t in outer)
 
 
-def is_left(tracer: Any) -> bool:
+def is_left(tracer: jax.core.Tracer) -> bool:
     """Returns whether the code that runs now is outside of the derivative of `tracer`."""
     # With a mesh or the like in between, JAX does not know the enclosing trace: then False.
     if staged_variable(tracer) is not None or is_live(tracer):
@@ -342,14 +350,14 @@ def is_left(tracer: Any) -> bool:
     return any(getattr(trace, "tag", trace) is t for trace in outer for t in around)
 
 
-def _is_derived(tracer: Any) -> bool:
+def _is_derived(tracer: jax.core.Tracer) -> bool:
     return type(tracer).__name__ in ("JVPTracer", "LinearizeTracer")
 
 
 def noting_trace(fun: Callable[..., T], traces: list[Any]) -> Callable[..., T]:
     """Appends the trace that `fun` is traced in to `traces`."""
 
-    def run(*args: Any) -> T:
+    def run(*args: Value) -> T:
         with jex_core.take_current_trace() as trace:
             traces.append(trace)
         return fun(*args)
@@ -358,18 +366,18 @@ def noting_trace(fun: Callable[..., T], traces: list[Any]) -> Callable[..., T]:
     return run
 
 
-def is_over(tracer: Any) -> bool:
+def is_over(tracer: jax.core.Tracer) -> bool:
     """Returns whether the trace of a tracer has ended, from JAX 0.11.1 on."""
     return not tracer._trace.is_valid()
 
 
-def reject_escaped(tracer: Any) -> None:
+def reject_escaped(tracer: jax.core.Tracer) -> None:
     """Raises JAX's error for a tracer whose trace has ended."""
     with jax.ensure_compile_time_eval():  # where nothing may be traced
         jax.lax.optimization_barrier(tracer)
 
 
-def staged_variable(x: Any) -> Any:
+def staged_variable(x: object) -> Var | None:
     """Returns the variable that `x` stands for in its program, or None."""
     # Tracers only have it as a private attribute.
     return getattr(x, "val", None) if type(x).__name__ == "DynamicJaxprTracer" else None

@@ -10,6 +10,7 @@ import jax.extend.core as jex_core
 # What a third party's batching rule did is known only to the tracer it returned.
 # JAX lets types (sparse matrices) register a batch form, but has no query for it.
 from jax._src.interpreters.batching import (
+    AxisData,
     BatchTracer,
     from_elt_handlers,
     to_elt_handlers,
@@ -17,7 +18,7 @@ from jax._src.interpreters.batching import (
 )
 from jax.interpreters import batching
 
-from batchax._compat.jaxprs import Primitive
+from batchax._compat.types import Dim, Primitive, Value
 
 
 def jax_has_rule(primitive: Primitive) -> bool:
@@ -41,7 +42,7 @@ def is_jaxs_rule(rule: Callable[..., Any]) -> bool:
     return module.partition(".")[0] in ("jax", "jaxlib", "batchax")
 
 
-def batched_by_jax(x: Any) -> tuple[Any, int | None]:
+def batched_by_jax(x: Value) -> tuple[Any, int | None]:
     """Returns a value inside ``jax.vmap`` with its batch axis."""
     # As an output it could only be placed at an axis. Whether it is batched at all, which rules of
     # third parties decide, would be lost.
@@ -58,27 +59,25 @@ def axis_from(data: Any, axis_type: Any) -> Any:
     return axis_type(data.size, name, data.spmd_name, data.explicit_mesh_axis)
 
 
-def axis_data(name: Hashable, size: Any, spmd_name: Any) -> Any:
+def axis_data(name: Hashable, size: Dim, spmd_name: tuple[Hashable, ...] | None) -> AxisData:
     """Makes the axis description that batching methods of JAX's extensible operations take."""
-    from jax._src.interpreters.batching import AxisData
-
     # The operations (``jax.experimental.hijax``) are public, and the class that their methods take
     # is not. Since 0.12, functions of ``jax.numpy`` are built on them.
     return AxisData(name, size, spmd_name, None)
 
 
-def has_own_batches(x: Any) -> bool:
+def has_own_batches(x: object) -> bool:
     """Returns whether the type of `x` defines its batches and examples."""
     return type(x) in vmappables
 
 
-def own_batches(x: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def own_batches(x: object) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns the functions that take such a batch apart, and that build one."""
     # There is a public function to register them, and none to look them up.
     return to_elt_handlers[type(x)], from_elt_handlers[type(x)]
 
 
-def type_of_batch_axis(x: Any) -> type:
+def type_of_batch_axis(x: object) -> type:
     """Returns the type of the axis of such a batch."""
     return vmappables[type(x)][0]
 

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import Literal
 from jax.sharding import AxisType
 
 from batchax import _compat
@@ -129,7 +130,7 @@ def typed(aval: Aval) -> tuple[tuple[Any, ...], Any]:
     return (), value_key(aval)
 
 
-def is_placed(sharding: Any) -> bool:
+def is_placed(sharding: object) -> bool:
     """Returns whether a sharding is part of types, which name axes of type Explicit only."""
     types = getattr(getattr(sharding, "mesh", None), "axis_types", (AxisType.Explicit,))
     return sharding is not None and AxisType.Explicit in types
@@ -172,7 +173,7 @@ class CanonicalProgram:
         params: Hashable,
         refs: Sequence[Any],
         shape: Sequence[Any],
-        dtype: Any,
+        dtype: object,
         also: Sequence[int] = (),
     ) -> int:
         """Returns the node of an operation.
@@ -186,7 +187,7 @@ class CanonicalProgram:
         return number
 
     def leaf(
-        self, name: str, params: Hashable, reads: Sequence[int], shape: Sequence[Any], dtype: Any
+        self, name: str, params: Hashable, reads: Sequence[int], shape: Sequence[Any], dtype: object
     ) -> int:
         return self.node(None, name, params, [(r,) for r in reads], shape, dtype)
 
@@ -244,7 +245,7 @@ class CanonicalProgram:
     def _read(self, jaxpr: Jaxpr, inputs: Sequence[CanonicalValue]) -> list[CanonicalValue]:
         consts = len(jaxpr.constvars)
 
-        def number(literal: Any) -> CanonicalValue:
+        def number(literal: Literal) -> CanonicalValue:
             return self.constant(literal.val, literal.aval)
 
         return evaluate(jaxpr, inputs[:consts], inputs[consts:], self._equation, number)

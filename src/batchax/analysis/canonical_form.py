@@ -30,7 +30,7 @@ from batchax.analysis.canonical import (
 from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.primitive_facts import body_parameter
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.types import ClosedJaxpr, Eqn
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn
 
 COMMUTING = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
 RENAMED = {"add_any": "add"}
@@ -482,11 +482,11 @@ def _shard_map(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> lis
     where = value_key(eqn.params["mesh"]), value_key(eqn.params["newly_manual_axes"])
     program = _compat.close(eqn.params["jaxpr"])
 
-    def key(spec: Any, v: Any) -> Hashable:
-        return where, (*spec, *[None] * (len(v.aval.shape) - len(spec)))
+    def key(spec: Sequence[Hashable], aval: Aval) -> Hashable:
+        return where, (*spec, *[None] * (len(aval.shape) - len(spec)))
 
     inputs = [
-        p.entry("shard", key(spec, v), v.aval, [p.plain(x).node]) if any(spec) else x
+        p.entry("shard", key(spec, v.aval), v.aval, [p.plain(x).node]) if any(spec) else x
         for spec, v, x in zip(eqn.params["in_specs"], program.jaxpr.invars, args, strict=True)
     ]
     results = []
@@ -496,7 +496,7 @@ def _shard_map(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> lis
     ):
         shape, dtype = typed(v.aval)
         node = (p.plain(x).node,)
-        made = p.node(eqn, "shard_map", key(spec, v), [node], without_ones(shape), dtype)
+        made = p.node(eqn, "shard_map", key(spec, v.aval), [node], without_ones(shape), dtype)
         results.append(whole(made, shape))
     return results
 
@@ -514,10 +514,6 @@ def _sum_over_devices(
     ]
 
 
-def _same_on_all(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
-    return args  # only its type says that it may differ
-
-
 def _reshard(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     # Of what a `shard_map` closes over only the type changes, if types say nothing of the mesh.
     return p.opaque(eqn, args) if is_placed(eqn.params["dst_sharding"]) else args
@@ -526,7 +522,8 @@ def _reshard(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[
 rules_by_fact.update(is_plain_call=_call, again=_call)
 rules.update(dict.fromkeys(_WITH_RULES, _call), scan=_loop, cond=_cond, shard_map=_shard_map)
 rules["while"] = _loop
-rules.update(psum=_sum_over_devices, psum_invariant=_sum_over_devices, pvary=_same_on_all)
+# Only the type of a `pvary` says that it may differ between devices.
+rules.update(psum=_sum_over_devices, psum_invariant=_sum_over_devices, pvary=_identity)
 rules.update(reshard=_reshard)
 
 

@@ -32,7 +32,7 @@ from batchax.analysis.inner import Inner, integers_given, integers_in, programs_
 from batchax.cache import Cache
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import Aval, Eqn, Jaxpr
+from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Program
 
 Nanoseconds = NewType("Nanoseconds", float)
 """Of the work of lanes on a core of a CPU: what other devices do counts as much."""
@@ -40,7 +40,7 @@ Lanes = NewType("Lanes", int)
 Bytes = NewType("Bytes", int)
 
 
-def _as_one(symbol: Any) -> int:
+def _as_one(symbol: object) -> int:
     return 1
 
 
@@ -62,7 +62,7 @@ def reads_symbols() -> bool:
     return _of_symbol.get() is not _as_one
 
 
-def number_of(size: Any) -> int:
+def number_of(size: object) -> int:
     """Returns a size, or one for a symbol without a value."""
     return size if isinstance(size, int) else _of_symbol.get()(size)
 
@@ -107,9 +107,9 @@ def products_of_convolution(eqn: Eqn) -> int:
 
 
 def _pairs_of_window(
-    size: Any,
-    window: Any,
-    places: Any,
+    size: int,
+    window: int,
+    places: int,
     stride: int,
     padding: Sequence[int],
     dilation: int,
@@ -247,29 +247,7 @@ def _reduction(operations: float) -> Callable[[Any], tuple[float, float]]:
 
 
 def _reduction_by_program(eqn: Eqn) -> tuple[float, float]:
-    program = eqn.params["jaxpr"]
-    return _reduction(len(getattr(program, "jaxpr", program).eqns))(eqn)
-
-
-def _windows(eqn: Eqn) -> tuple[float, float]:
-    return size_of(eqn.outvars[0].aval) * (size_of_window(eqn) - 1), 0
-
-
-def _select_and_scatter(eqn: Eqn) -> tuple[float, float]:
-    """Counts a comparison for each element of a window, and one addition."""
-    return _read(eqn) * size_of_window(eqn), 0
-
-
-def _running_logsumexp(eqn: Eqn) -> tuple[float, float]:
-    return 8 * _read(eqn), 2 * _read(eqn)
-
-
-def _contraction(eqn: Eqn) -> tuple[float, float]:
-    return 2 * size_of(eqn.outvars[0].aval) * terms_of_contraction(eqn), 0
-
-
-def _convolution(eqn: Eqn) -> tuple[float, float]:
-    return 2 * products_of_convolution(eqn), 0
+    return _reduction(len(_compat.jaxpr_of(eqn.params["jaxpr"]).eqns))(eqn)
 
 
 def _sort(eqn: Eqn) -> tuple[float, float]:
@@ -279,14 +257,6 @@ def _sort(eqn: Eqn) -> tuple[float, float]:
 
 def _top_k(eqn: Eqn) -> tuple[float, float]:
     return _read(eqn) * math.ceil(math.log2(number_of(eqn.params["k"]) + 1)), 0
-
-
-def _scatter(eqn: Eqn) -> tuple[float, float]:
-    return size_of(eqn.invars[2].aval), 0
-
-
-def _update_of_reference(eqn: Eqn) -> tuple[float, float]:
-    return size_of(eqn.invars[1].aval), 0
 
 
 def _random_bits(eqn: Eqn) -> tuple[float, float]:
@@ -385,8 +355,8 @@ SERIAL = _LINEAR_ALGEBRA.keys() | {n for n, (flops, _) in TRANSCENDENTAL.items()
 """Calls of a library, and sums of very many terms: what they compute, they do one after another."""
 
 FLOPS: dict[str, _Count] = {
-    "conv_general_dilated": _convolution,
-    "dot_general": _contraction,
+    "conv_general_dilated": lambda eqn: (2 * products_of_convolution(eqn), 0),
+    "dot_general": lambda eqn: (2 * size_of(eqn.outvars[0].aval) * terms_of_contraction(eqn), 0),
     "integer_pow": _power,
     "ragged_dot_general": lambda eqn: (2 * _read(eqn) * length_along(eqn.outvars[0].aval, -1), 0),
     "select_n": _selection,
@@ -398,21 +368,23 @@ FLOPS: dict[str, _Count] = {
     **dict.fromkeys(_names("argmax argmin"), _reduction(9)),  # NaN and ties are looked for
     "reduce": _reduction_by_program,
     **dict.fromkeys(
-        _names("reduce_window reduce_window_max reduce_window_min reduce_window_sum"), _windows
+        _names("reduce_window reduce_window_max reduce_window_min reduce_window_sum"),
+        lambda eqn: (size_of(eqn.outvars[0].aval) * (size_of_window(eqn) - 1), 0),
     ),
     **dict.fromkeys(
         _names("select_and_scatter select_and_scatter_add select_and_gather_add"),
-        _select_and_scatter,
+        # a comparison for each element of a window, and one addition
+        lambda eqn: (_read(eqn) * size_of_window(eqn), 0),
     ),
     **dict.fromkeys(_names("cummax cummin cumprod cumsum"), lambda eqn: (_read(eqn), 0)),
-    "cumlogsumexp": _running_logsumexp,
+    "cumlogsumexp": lambda eqn: (8 * _read(eqn), 2 * _read(eqn)),
     # order
     "sort": _sort,
     "top_k": _top_k,
     "approx_top_k": _top_k,
     # updates
-    **dict.fromkeys(SCATTERS - {"scatter"}, _scatter),
-    "addupdate": _update_of_reference,
+    **dict.fromkeys(SCATTERS - {"scatter"}, lambda eqn: (size_of(eqn.invars[2].aval), 0)),
+    "addupdate": lambda eqn: (size_of(eqn.invars[1].aval), 0),
     # random bits
     **dict.fromkeys(_names("random_bits random_split"), _random_bits),
     **dict.fromkeys(_names("rng_bit_generator rng_uniform"), _last_result),
@@ -595,7 +567,7 @@ _costs = Cache("what programs cost", most=8192)
 
 
 def cost_of_program(
-    jaxpr: Any,
+    jaxpr: Program,
     integers: Mapping[Any, int] | None = None,
     differs: Sequence[bool] | None = None,
     steps: int = 1,
@@ -608,13 +580,13 @@ def cost_of_program(
 
 
 def costs_of_program(
-    jaxpr: Any,
+    jaxpr: Program,
     integers: Mapping[Any, int] | None = None,
     differs: Sequence[bool] | None = None,
     steps: int = 1,
 ) -> tuple[Cost, Cost]:
     """Estimates as `cost_of_program`; also the cost of the operations that are not fused."""
-    program, given = getattr(jaxpr, "jaxpr", jaxpr), integers_given(jaxpr, integers)
+    program, given = _compat.jaxpr_of(jaxpr), integers_given(jaxpr, integers)
     marks = None if differs is None else tuple(differs)
     key = (*map(given.get, (*program.constvars, *program.invars)), marks, steps)
 
@@ -633,7 +605,7 @@ def costs_of_equations(
     own = set(itertools.compress(jaxpr.invars, differs or ()))
     for eqn in jaxpr.eqns:
         marks = [not isinstance(v, Literal) and v in own for v in eqn.invars]
-        if differs is None or any(marks):  # if not, it runs once for all lanes
+        if differs is None or any(marks):
             yield cost_of_equation(eqn, integers, None if differs is None else marks, steps)
             own.update(eqn.outvars)
 

@@ -26,6 +26,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import bodies_of, control_flow
 from batchax.jaxprs.evaluate import (
     Inside,
+    Step,
     bind_equation,
     plan,
     rewritten,
@@ -35,7 +36,7 @@ from batchax.jaxprs.evaluate import (
 )
 from batchax.jaxprs.own_primitives import expanded, operations_of, shown
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.jaxprs.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Tree, Value, Var
 
 _LOOP = "batchax_loop_"
 _NO_LOOP = "batchax_beside"
@@ -71,7 +72,7 @@ def numbered(program: ClosedJaxpr) -> ClosedJaxpr:
     """Numbers each loop in `program`, and all branches, also those inside."""
     numbers = itertools.count()
 
-    def change(eqn: Eqn, inside: Inside) -> Any:
+    def change(eqn: Eqn, inside: Inside) -> Eqn | list[Eqn]:
         flow = control_flow(eqn.primitive)
         # Which branch a platform takes is not a decision of the program.
         counts = flow.repeated and not eqn.params.get("branches_platforms")
@@ -83,7 +84,7 @@ def numbered(program: ClosedJaxpr) -> ClosedJaxpr:
 def with_marks(program: ClosedJaxpr) -> ClosedJaxpr:
     """Marks each step and branch of a numbered program, for one lane."""
 
-    def change(eqn: Eqn, inside: Inside) -> Any:
+    def change(eqn: Eqn, inside: Inside) -> Eqn | list[Eqn]:
         number, params = loop_number(eqn), inside()
         if number is not None and eqn.primitive.name == "reverse_sweep":
             return _counted_beside(eqn, params, number)
@@ -107,8 +108,8 @@ def _counted_beside(eqn: Eqn, params: dict[str, Any], number: int) -> list[Any]:
     most = params["form"].steps.most
 
     @jax.jit
-    def counted(count: Any) -> Any:
-        def step(i: Any) -> Any:
+    def counted(count: jax.Array) -> jax.Array:
+        def step(i: Value) -> Value:
             put_mark(Mark(number, None, 1))
             return i + 1
 
@@ -185,7 +186,7 @@ class Counted:
         self._kept: list[Any] = []  # alive, since others may be given their ids
         self._opens(program.jaxpr)
 
-    def __call__(self, *args: Any, more: Sequence[Any] = ()) -> tuple[list[Any], Any]:
+    def __call__(self, *args: Value, more: Sequence[Any] = ()) -> tuple[list[Any], Any]:
         """Returns results, then values of the variables `more`; and the counts."""
         counts = jnp.zeros(len(self.marks), np.uint32)
         return self._run(self._program.jaxpr, self._program.consts, args, counts, more)
@@ -241,12 +242,12 @@ class Counted:
         consts: Sequence[Any],
         args: Sequence[Any],
         counts: Value,
-        more: Any = (),
+        more: Sequence[Var] = (),
     ) -> tuple[list[Any], Any]:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         outvars = [*jaxpr.outvars, *more]
 
-        def run_step(step: Any, operands: list[Any]) -> Sequence[Any]:
+        def run_step(step: Step, operands: list[Any]) -> Sequence[Any]:
             nonlocal counts
             eqn = step.eqn
             mark = mark_of(eqn)
@@ -260,7 +261,7 @@ class Counted:
             outs, counts = self._open(eqn, operands, counts)
             return outs
 
-        def read(v: Any) -> Any:
+        def read(v: Atom) -> Value:
             # An unused value may not have been computed.
             return v.val if isinstance(v, Literal) else env.get(v)
 
@@ -294,7 +295,7 @@ class Counted:
             )
             return goes_on, counts
 
-        def once(state: Any) -> Any:
+        def once(state: Tree) -> Tree:
             active, carry, counts = state
             new, counts = self._run(
                 programs[1].jaxpr, programs[1].consts, [*of_body, *carry], counts
@@ -318,7 +319,7 @@ class Counted:
         program, first = _compat.close(body.program), body.same + body.carried
         consts, carry, xs = operands[: body.same], operands[body.same : first], operands[first:]
 
-        def step(state: Any, x: Value) -> Any:
+        def step(state: Tree, x: Value) -> Value:
             carry, counts = state
             outs, counts = self._run(program.jaxpr, program.consts, [*consts, *carry, *x], counts)
             return (outs[: body.carried], counts), outs[body.carried :]
@@ -345,7 +346,7 @@ def _is_kept(eqn: Eqn) -> bool:
     return mark_of(eqn) is not None or _compat.does_more_than_show(eqn.effects)
 
 
-def _chosen(active: Value, new: Value, old: Value) -> Any:
+def _chosen(active: Value, new: Value, old: Value) -> Value:
     if not active.shape:
         return new
     active = lax.expand_dims(active, range(active.ndim, jnp.ndim(new)))

@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.analysis.canonical import LEAVES, CanonicalProgram, Table
 from batchax.jaxprs.own_primitives import shown
-from batchax.jaxprs.types import Eqn
+from batchax.jaxprs.types import Atom, Eqn
 
 
 class SourceLine(NamedTuple):
@@ -235,6 +235,6 @@ def _equation(table: Table, program: CanonicalProgram, n: int) -> ComparedOperat
     return ComparedOperation(text, name, file, line, source, *shapes)
 
 
-def _short(v: Any) -> str:
+def _short(v: Atom) -> str:
     short = v.aval.str_short(short_dtypes=True)
     return f"{v.val}:{short}" if isinstance(v, Literal) else short

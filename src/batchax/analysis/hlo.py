@@ -11,7 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+import jax
 
 
 class UnreadableProgram(Exception):
@@ -70,7 +71,7 @@ _ALIASES = re.compile(
 )
 
 
-def read_module(compiled: Any) -> Module:
+def read_module(compiled: jax.stages.Compiled) -> Module:
     """Parses a compiled program.
 
     Raises UnreadableProgram if XLA does not return it, or without a schedule.

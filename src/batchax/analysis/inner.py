@@ -11,10 +11,11 @@ from typing import Any
 from jax.core import Tracer
 from jax.extend.core import Literal
 
+from batchax import _compat
 from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.own_primitives import expanded, operations_of
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import Eqn, Jaxpr, Value
+from batchax.jaxprs.types import Atom, Eqn, Jaxpr, Program, Value, Var
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def devices_of(eqn: Eqn) -> int:
     return 1 if mesh is None or not names else math.prod(mesh.shape[name] for name in names)
 
 
-def _inner(body: Body, times: Any, most: Any, integers: Mapping[Any, int]) -> Inner:
+def _inner(body: Body, times: object, most: object, integers: Mapping[Any, int]) -> Inner:
     times, most = (n if isinstance(n, int) else None for n in (times, most))
     return Inner(**{**vars(body), "times": times, "most": most, "integers": integers})
 
@@ -74,13 +75,11 @@ def _known_inside(eqn: Eqn, body: Body, integers: Mapping[Any, int]) -> dict[Any
     return _passed_on(body.program, [eqn.invars[i] for i in body.operands[: body.same]], integers)
 
 
-def _open(program: Any) -> Jaxpr:
-    return getattr(program, "jaxpr", program)
-
-
-def _passed_on(program: Any, operands: Any, integers: Mapping[Any, int]) -> dict[Any, int]:
+def _passed_on(
+    program: Program, operands: Sequence[Atom], integers: Mapping[Any, int]
+) -> dict[Any, int]:
     inside = integers_in(program)
-    for var, operand in zip(_open(program).invars, operands, strict=False):
+    for var, operand in zip(_compat.jaxpr_of(program).invars, operands, strict=False):
         value = _integer(operand, integers)
         if value is not None:
             inside[var] = value
@@ -109,9 +108,9 @@ class _Carry:
     """Holds the carry of a `while` at the start, as tested, and before and after a step."""
 
     start: list[int | None]
-    tested: list[Any]
-    before: list[Any]
-    after: list[Any]
+    tested: Sequence[Any]
+    before: Sequence[Any]
+    after: Sequence[Any]
 
 
 def _steps(
@@ -147,7 +146,7 @@ def _steps(
     return (most if len(conjuncts) == 1 else None), most
 
 
-def _conjuncts(test: Jaxpr, variable: Any) -> list[Any]:
+def _conjuncts(test: Jaxpr, variable: Atom) -> list[Any]:
     """Lists the booleans that must all be true for `variable` to be true."""
     made = None if isinstance(variable, Literal) else _maker(test, variable)
     if made is None or not (made.primitive.name == "and" or facts_of(made.primitive).alias):
@@ -155,11 +154,11 @@ def _conjuncts(test: Jaxpr, variable: Any) -> list[Any]:
     return [v for operand in made.invars for v in _conjuncts(test, operand)]
 
 
-def _given(variables: list[Any], values: list[int | None]) -> dict[Any, int]:
+def _given(variables: Sequence[Any], values: list[int | None]) -> dict[Any, int]:
     return {v: n for v, n in zip(variables, values, strict=True) if n is not None}
 
 
-def _below(test: Jaxpr, condition: Any, integers: Mapping[Any, int]) -> tuple[Any, int] | None:
+def _below(test: Jaxpr, condition: Atom, integers: Mapping[Any, int]) -> tuple[Any, int] | None:
     """Returns the variable, and its upper bound if the boolean `condition` is true."""
     made = None if isinstance(condition, Literal) else _maker(test, condition)
     if made is None or made.primitive.name not in _COMPARISONS:
@@ -180,7 +179,7 @@ def _below(test: Jaxpr, condition: Any, integers: Mapping[Any, int]) -> tuple[An
 _COMPARISONS = frozenset(["lt", "le", "gt", "ge"])
 
 
-def _added(body: Jaxpr, before: Any, after: Any, integers: Mapping[Any, int]) -> int | None:
+def _added(body: Jaxpr, before: Var, after: Var, integers: Mapping[Any, int]) -> int | None:
     """Returns what a step adds to a variable; None if that is not a known integer."""
     made = _maker(body, after)
     if made is None or made.primitive.name != "add" or before not in made.invars:
@@ -189,7 +188,7 @@ def _added(body: Jaxpr, before: Any, after: Any, integers: Mapping[Any, int]) ->
     return _integer(second if first is before else first, integers_in(body, integers))
 
 
-def _maker(jaxpr: Jaxpr, variable: Any) -> Eqn | None:
+def _maker(jaxpr: Jaxpr, variable: Atom) -> Eqn | None:
     return next((eqn for eqn in jaxpr.eqns if variable in eqn.outvars), None)
 
 
@@ -204,9 +203,9 @@ _OF_TWO: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def integers_in(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
+def integers_in(program: Program, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
     """Finds the scalar integers of a program that are known without running it."""
-    jaxpr, integers = _open(program), integers_given(program, inputs)
+    jaxpr, integers = _compat.jaxpr_of(program), integers_given(program, inputs)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         keeps = facts_of(eqn.primitive).alias
@@ -218,10 +217,12 @@ def integers_in(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[A
     return integers
 
 
-def integers_given(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
+def integers_given(program: Program, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
     """Returns the known integers among constants and inputs, from which others follow."""
     integers = dict(inputs or {})
-    for var, value in zip(_open(program).constvars, getattr(program, "consts", ()), strict=False):
+    for var, value in zip(
+        _compat.jaxpr_of(program).constvars, getattr(program, "consts", ()), strict=False
+    ):
         if _is_integer(value):
             integers[var] = int(value)
     return integers

@@ -13,9 +13,12 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+import jax
 
 from batchax.analysis.hlo import Instruction, Module, Shape, UnreadableProgram, read_module
+from batchax.jaxprs.types import Tree
 
 Kind = Literal["argument", "output", "temporary", "constant"]
 
@@ -29,7 +32,7 @@ class LiveValue:
     kind: Kind
 
 
-def values_at_peak(compiled: Any) -> tuple[LiveValue, ...]:
+def values_at_peak(compiled: jax.stages.Compiled) -> tuple[LiveValue, ...]:
     """Lists what memory holds at its peak, largest first; empty if the program is unreadable.
 
     These are arguments, outputs, constants, and temporaries that are alive then.
@@ -141,10 +144,6 @@ def _overlap(a: _Value, b: _Value) -> bool:
     return a.first <= b.last and b.first <= a.last
 
 
-# What an instruction returns: a value, or a tuple of them and of such tuples.
-Tree = Any
-
-
 def _leaves(tree: Tree) -> Iterator[_Value]:
     if isinstance(tree, tuple):
         for part in tree:
@@ -153,7 +152,7 @@ def _leaves(tree: Tree) -> Iterator[_Value]:
         yield tree
 
 
-def _at(tree: Tree, path: Sequence[int]) -> Any:
+def _at(tree: Tree, path: Sequence[int]) -> Tree:
     return functools.reduce(operator.getitem, path, tree)
 
 

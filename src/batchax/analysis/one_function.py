@@ -50,7 +50,7 @@ _is_other_form = Anywhere(lambda eqn: can_be_written(eqn))
 _programs = Cache("programs for lanes in one function", most=512)
 
 
-def _change(eqn: Eqn, inside: Inside) -> Any:
+def _change(eqn: Eqn, inside: Inside) -> Eqn | list[Eqn]:
     if not can_be_written(eqn):
         return eqn.replace(params=inside()) if _is_other_form.in_equation(eqn) else eqn
     form = _FORMS[eqn.primitive.name]
@@ -79,7 +79,7 @@ def _is_short(eqn: Eqn) -> bool:
     return int(np.prod([shape[a] for a in eqn.params["axes"]])) <= TERMS
 
 
-def from_zero(total: Value) -> Any:
+def from_zero(total: Value) -> Value:
     """Turns -0 into 0 in a sum of two or more terms, as if they were added to 0.
 
     It is linear, as the sum is, which may be of tangents: a comparison has no transpose.
@@ -88,7 +88,7 @@ def from_zero(total: Value) -> Any:
     return jnp.add(total, lax.optimization_barrier(np.zeros((), total.dtype)))
 
 
-def _from_zero(total: jax.Array) -> Any:
+def _from_zero(total: jax.Array) -> Value:
     # As `from_zero`, in a kernel, which a barrier would end.
     if np.issubdtype(total.dtype, np.complexfloating):
         return lax.complex(_from_zero(lax.real(total)), _from_zero(lax.imag(total)))
@@ -97,7 +97,7 @@ def _from_zero(total: jax.Array) -> Any:
     return lax.select(lax.eq(total, zero), total - lax.stop_gradient(total), total)
 
 
-def _sum(params: dict[str, Any], x: Value) -> Any:
+def _sum(params: dict[str, Any], x: Value) -> Value:
     total = _all_in(lax.add)(params, x)
     return total if total.size == x.size else _from_zero(total)
 
@@ -105,7 +105,7 @@ def _sum(params: dict[str, Any], x: Value) -> Any:
 def _all_in(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     """Writes a reduction as operations on two terms: one by one, or on halves."""
 
-    def write(params: dict[str, Any], x: Value) -> Any:
+    def write(params: dict[str, Any], x: Value) -> Value:
         axes = sorted(params["axes"])
         if int(np.prod([x.shape[a] for a in axes])) <= TERMS:
             return functools.reduce(combine, _terms(x, axes))
@@ -124,12 +124,12 @@ def _terms(x: Value, axes: Sequence[int]) -> Iterator[Any]:
         yield lax.squeeze(lax.slice(x, first, end), axes)
 
 
-def as_terms(primitive: str, x: Value, axes: Sequence[int]) -> Any:
+def as_terms(primitive: str, x: Value, axes: Sequence[int]) -> Value:
     """Writes a reduction of few elements as operations on two terms."""
     return _FORMS[primitive].write({"axes": axes}, x)
 
 
-def _by_halves(combine: Callable[[Any, Any], Any], x: Value, axis: int) -> Any:
+def _by_halves(combine: Callable[[Any, Any], Any], x: Value, axis: int) -> Value:
     """Reduces `axis` in as many steps as its size has binary digits."""
     part, rest = functools.partial(lax.slice_in_dim, axis=axis), []
     while (n := x.shape[axis]) > 1:
@@ -161,7 +161,7 @@ def _is_short_product(eqn: Eqn) -> bool:
     return int(np.prod([x.shape[a] for a in left])) <= _FACTORS and _pairs(eqn) <= _PAIRS
 
 
-def _product(params: dict[str, Any], x: Value, y: Value) -> Any:
+def _product(params: dict[str, Any], x: Value, y: Value) -> Value:
     contracted, _ = params["dimension_numbers"]
     dtype = params["preferred_element_type"] or x.dtype
     x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
@@ -175,7 +175,7 @@ def _product(params: dict[str, Any], x: Value, y: Value) -> Any:
         y = lax.broadcast_in_dim(y, (*shape, n), [*range(n_left, len(shape)), len(shape)])
         return _from_zero(_by_halves(lax.add, lax.mul(x, y), len(shape)))
 
-    def term(k: int) -> Any:
+    def term(k: int) -> Value:
         first, second = (
             lax.index_in_dim(z, k, a[0], keepdims=False) if a else z
             for z, a in ((x, left), (y, right))
@@ -189,7 +189,7 @@ def _product(params: dict[str, Any], x: Value, y: Value) -> Any:
     return total if n == 1 else _from_zero(total)
 
 
-def _last(x: Value, axis: int) -> Any:
+def _last(x: Value, axis: int) -> Value:
     return lax.transpose(x, [*(i for i in range(x.ndim) if i != axis), axis])
 
 

@@ -18,6 +18,12 @@ from batchax.datasets.sources import open_path
 from batchax.jaxprs.types import Tree
 from batchax.map import map
 
+# Options of `map` that a command line has under the same names.
+_AS_GIVEN = (
+    *("memory_limit", "commit_rows", "divergence", "small_matrices", "on_error", "on_nonfinite"),
+    *("max_errors", "max_consecutive_errors", "retry_quarantined", "retries", "keep"),
+    *("overwrite", "version", "inputs_by"),
+)
 _DONE, _FAILED, _WITH_BAD, _INTERRUPTED = 0, 1, 3, 130
 
 
@@ -212,25 +218,12 @@ def _map(options: argparse.Namespace) -> int:
             in_axes=call.in_axes,
             out_axes=call.out_axes,
             batch_size=call.batch_size,
-            memory_limit=options.memory_limit,
-            commit_rows=options.commit_rows,
             executor=executor,
             key=call.key,
-            divergence=options.divergence,
-            small_matrices=options.small_matrices,
-            on_error=options.on_error,
-            on_nonfinite=options.on_nonfinite,
-            max_errors=options.max_errors,
-            max_consecutive_errors=options.max_consecutive_errors,
-            retry_quarantined=options.retry_quarantined,
-            retries=options.retries,
             store_options=literal(options.store_options, "--store-options"),
             resume="extend" if options.extend else "auto",
-            keep=options.keep,
-            overwrite=options.overwrite,
-            version=options.version,
-            inputs_by=options.inputs_by,
             progress=not options.no_progress,
+            **{name: getattr(options, name) for name in _AS_GIVEN},
         )
     except KeyboardInterrupt:
         print("batchax: interrupted. The same command goes on.", file=sys.stderr)

@@ -24,6 +24,10 @@ _SHORT = {
     **{f"c{n}": f"complex{n}" for n in (64, 128)},
 }
 _DTYPES = _SHORT | {name: name for name in _SHORT.values()}
+_VMAP_OPTIONS = (
+    *("axis_name", "axis_size", "batch_size", "memory_limit", "divergence", "small_matrices"),
+    *("layout", "buckets"),
+)
 _TYPE = re.compile(r"(\w+)\[([\d,\s]*)\]")
 
 
@@ -108,16 +112,8 @@ def _run(options: argparse.Namespace) -> int:
     fun = function(options.function)
     args = [_argument(text, options.measure) for text in options.args]
     in_axes = tuple(literal(a, "--in-axes") for a in options.in_axes)
-    vmap_options = {
-        "axis_name": options.axis_name,
-        "axis_size": options.axis_size,
-        "batch_size": batch_size(options.batch_size),
-        "memory_limit": options.memory_limit,
-        "divergence": options.divergence,
-        "small_matrices": options.small_matrices,
-        "layout": options.layout,
-        "buckets": options.buckets,
-    }
+    options.batch_size = batch_size(options.batch_size)
+    vmap_options = {name: getattr(options, name) for name in _VMAP_OPTIONS}
     given = {name: value for name, value in vmap_options.items() if value is not None}
     explained = explain(
         fun,

@@ -560,15 +560,11 @@ def arguments_of(staged: Staged, example: PerExample | None, names: Names) -> tu
         variable, position = given.get(placeholder, (None, None))
         if variable is None:  # the program does not use it
             names.take(path)
-            aval = placeholder.aval
-            values.append(Value(path, type_name(aval), type_name(aval), None, bytes_of([aval])))
-            continue
-        names.give(variable, path)
-        aval = variable.aval
-        batched = placeholder.aval
-        values.append(
-            Value(path, type_name(aval), type_name(batched), position, bytes_of([batched]))
-        )
+        else:
+            names.give(variable, path)
+        example, batched = (variable or placeholder).aval, placeholder.aval
+        types = type_name(example), type_name(batched)
+        values.append(Value(path, *types, position, bytes_of([batched])))
     return tuple(values)
 
 

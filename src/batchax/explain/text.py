@@ -326,14 +326,6 @@ def _rule(eqn: Equation) -> str:
     return how.get(eqn.service, "sequentially")
 
 
-def _each(eqn: Equation) -> str:
-    return "-" if eqn.service == "once" else _brief(eqn.per_lane)
-
-
-def _all(eqn: Equation) -> str:
-    return _brief(eqn.work)
-
-
 def _brief(work: Work) -> str:
     return f"{show_flops(work.flops)}, {show_bytes(round(work.bytes))}"
 
@@ -390,8 +382,8 @@ _COLUMNS: tuple[tuple[Callable[[Equation], str], int], ...] = (
     (_statement, 60),
     (_result_types, 44),
     (_rule, 40),
-    (_each, 24),
-    (_all, 24),
+    (lambda eqn: "-" if eqn.service == "once" else _brief(eqn.per_lane), 24),
+    (lambda eqn: _brief(eqn.work), 24),
     (_remarks, 0),
 )
 """The cells of a line of the listing, and how wide they are at most."""

@@ -19,7 +19,7 @@ from jax.extend.core.primitives import cond_p, linear_solve_p, scan_p, while_p
 from batchax import _compat
 from batchax.cache import Cache
 from batchax.jaxprs.primitive_facts import body_parameter, facts_of
-from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Program, Value, Values
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Body:
     reverse: bool = False  # whether a loop takes slices from the last to the first
 
     @property
-    def jaxpr(self) -> Any:
+    def jaxpr(self) -> Jaxpr:
         """Returns the program without its constants."""
-        return getattr(self.program, "jaxpr", self.program)
+        return _compat.jaxpr_of(self.program)
 
     @property
     def is_repeated(self) -> bool:
@@ -132,8 +132,8 @@ def program_called(eqn: Eqn) -> ClosedJaxpr:
     return _compat.close(eqn.params[body_parameter(eqn.primitive, eqn.params)])
 
 
-def _call(eqn: Eqn, program: Any) -> Body:
-    inputs = len(getattr(program, "jaxpr", program).invars)
+def _call(eqn: Eqn, program: Program) -> Body:
+    inputs = len(_compat.jaxpr_of(program).invars)
     # A third party's primitive may pass its operands to its program in any way: if the numbers
     # differ, nothing is claimed.
     operands = range(len(eqn.invars)) if inputs == len(eqn.invars) else ()
@@ -212,7 +212,13 @@ def bind_with(
     return list(rebuild(eqn, bodies, list(operands), list(map(_compat.close, programs)), [*more]))
 
 
-def _scan_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Values) -> list[Any]:
+def _scan_with(
+    eqn: Eqn,
+    bodies: Sequence[Body],
+    operands: list[Value],
+    programs: Sequence[ClosedJaxpr],
+    more: Values,
+) -> list[Any]:
     (body,), (program,) = bodies, programs
     # `lax.scan` stages the step again, and counts by itself what is carried and what is not.
     first = body.same + body.carried
@@ -231,7 +237,13 @@ def _scan_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Values
 SCAN_OPTIONS = frozenset("length reverse unroll _split_transpose".split())
 
 
-def _while_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Values) -> list[Any]:
+def _while_with(
+    eqn: Eqn,
+    bodies: Sequence[Body],
+    operands: Values,
+    programs: Sequence[ClosedJaxpr],
+    more: Values,
+) -> list[Any]:
     test, body = bodies
     # Both programs take `more` first, so it stands among the constants of both.
     return while_p.bind(
@@ -247,19 +259,29 @@ def _while_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Value
     )
 
 
-def _cond_with(eqn: Eqn, bodies: Any, operands: Values, programs: Any, more: Values) -> list[Any]:
+def _cond_with(
+    eqn: Eqn,
+    bodies: Sequence[Body],
+    operands: Values,
+    programs: Sequence[ClosedJaxpr],
+    more: Values,
+) -> list[Any]:
     index, *others = operands
     return cond_p.bind(index, *more, *others, **{**eqn.params, "branches": tuple(programs)})
 
 
 def _call_with(
-    eqn: Eqn, bodies: Any, operands: Values, programs: Any, more: Values
+    eqn: Eqn,
+    bodies: Sequence[Body],
+    operands: Values,
+    programs: Sequence[ClosedJaxpr],
+    more: Values,
 ) -> Sequence[Any]:
     return bind_call(eqn.primitive, eqn.params, programs[0], [*more, *operands])
 
 
 def bind_call(
-    primitive: _compat.Primitive, params: Mapping[str, Any], program: Any, operands: Values
+    primitive: _compat.Primitive, params: Mapping[str, Any], program: ClosedJaxpr, operands: Values
 ) -> list[Any]:
     """Binds a call, one whose `Facts` say so, with another program, whose constants become
     operands.
@@ -288,7 +310,7 @@ def programs_inside(eqn: Eqn) -> list[Any]:
 
     Among them are those with which it combines two elements, or is differentiated.
     """
-    return [getattr(program, "jaxpr", program) for program in programs_held(eqn)]
+    return list(map(_compat.jaxpr_of, programs_held(eqn)))
 
 
 def programs_held(eqn: Eqn) -> list[Any]:
@@ -334,8 +356,8 @@ class Anywhere:
     def in_equation(self, eqn: Eqn) -> bool:
         return self.is_true(eqn) or any(map(self.in_program, programs_inside(eqn)))
 
-    def in_program(self, program: Any) -> bool:
-        jaxpr = getattr(program, "jaxpr", program)
+    def in_program(self, program: Program) -> bool:
+        jaxpr = _compat.jaxpr_of(program)
         find = lambda: any(map(self.in_equation, jaxpr.eqns))
         return _answers.get(self, find, owner=jaxpr)
 

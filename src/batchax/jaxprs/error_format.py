@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.types import Eqn
 
 
-def name_of(fun: Any) -> str:
+def name_of(fun: object) -> str:
     """What messages and bars call a function of the user."""
     name = getattr(fun, "__name__", None)
     return name if isinstance(name, str) else type(fun).__name__
@@ -36,13 +36,13 @@ def line_of(eqn: Eqn, running: bool = True) -> str:
     return next(filter(None, lines), "") or _compat.user_line(eqn.source_info, running=running)
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value that is not what it should be: an array by its type, not by its elements."""
     text = brief(value)
     return text if _is_array(value) else f"{text} of type {type(value).__name__}"
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """As `show`, of what may be of the right type."""
     if _is_array(value):
         traced = "a traced array" if isinstance(value, Tracer) else "an array"
@@ -57,7 +57,7 @@ def listed(items: Iterable[Any]) -> str:
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> TypeGuard[jax.Array | np.ndarray]:
     return isinstance(value, (jax.Array, np.ndarray))
 
 

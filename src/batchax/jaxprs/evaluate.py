@@ -12,10 +12,10 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import DropVar, Literal, Var
+from jax.extend.core import DropVar, Literal
 
 from batchax import _compat
-from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Values
+from batchax.jaxprs.types import Atom, Aval, ClosedJaxpr, Eqn, Jaxpr, Program, Values, Var
 
 
 def evaluate(
@@ -34,7 +34,7 @@ def evaluate(
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
 
-    def read(v: Any) -> Any:
+    def read(v: Atom) -> Any:
         return number(v) if type(v) is Literal else env[v]
 
     walk(
@@ -138,11 +138,11 @@ class Rewriter:
         self.constants = dict(zip(read.jaxpr.constvars, read.consts, strict=True))
         self._copies = False
 
-    def atom(self, v: Any) -> Any:
+    def atom(self, v: Atom) -> Atom:
         """Returns what an operand is in the new program: a variable or a literal."""
         return v if isinstance(v, Literal) else self.names.get(v, v)
 
-    def own(self, eqn: Eqn) -> Any:
+    def own(self, eqn: Eqn) -> Eqn:
         """Returns an equation of `read` as it is in the new program; it is not added."""
         if not self._copies and self.names.keys().isdisjoint(variables_read(eqn)):
             return eqn
@@ -215,7 +215,7 @@ class Rewriter:
         return _compat.close(jaxpr, [self.constants[v] for v in used])
 
 
-def fresh(aval: Any) -> Any:
+def fresh(aval: Aval) -> Var:
     return Var(aval)
 
 
@@ -223,7 +223,7 @@ Inside = Callable[[], dict[str, Any]]
 """The parameters of an equation, with the programs in them rewritten."""
 
 
-def rewritten(program: Any, change: Callable[[Eqn, Inside], Any]) -> Any:
+def rewritten(program: Program, change: Callable[[Eqn, Inside], Any]) -> Any:
     """Returns `program` with each equation changed, and those of all programs inside it.
 
     `change` makes an equation, or several, of one and of a function that rewrites its parameters.
@@ -240,7 +240,7 @@ def rewritten(program: Any, change: Callable[[Eqn, Inside], Any]) -> Any:
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         return value
 
-    jaxpr = getattr(program, "jaxpr", program)
+    jaxpr = _compat.jaxpr_of(program)
     eqns = []
     for eqn in jaxpr.eqns:
         params = eqn.params

@@ -6,7 +6,7 @@ as one thing. Compilers and readers of jaxprs get the operations it stands for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 
 from batchax import _compat
 from batchax.cache import Cache
-from batchax.jaxprs.types import ClosedJaxpr, Eqn
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, HighOperation, Value
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def stands_for(
     if elsewhere is None:
         return
 
-    def run(*operands: Any, **params: Any) -> Any:
+    def run(*operands: Value, **params: Any) -> Value | list[Value]:
         function = elsewhere(**params)
         assert function is not None
         return function(*operands)
@@ -59,7 +59,9 @@ def stands_for(
     other = _lowering(primitive, run)
 
     def lower_for(platform: str | None) -> Callable[..., Any]:
-        def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        def lower(
+            ctx: mlir.LoweringRuleContext, *operands: Value, **params: Any
+        ) -> Sequence[object]:
             # Parameters were chosen for the default platform, and hold for it. `jax.export` lowers
             # for others, too.
             default = jax.default_backend()
@@ -81,14 +83,15 @@ def _lowering(primitive: _compat.Primitive, function: Callable[..., Any]) -> Cal
     several = primitive.multiple_results
     lowering = mlir.lower_fun(_staged_once(primitive, function), multiple_results=several)
 
-    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Value, **params: Any) -> Sequence[object]:
         token = _divided.set(_compat.is_divided(ctx))
         try:
             if not any(map(_compat.varying_axes, ctx.avals_in)):
                 return lowering(ctx, *operands, **params)
             # Inside ``shard_map`` JAX checks which values vary along the mesh. Here the types say
             # nothing of it, and the mesh is empty, so that nothing in the function has to be cast.
-            plain = [ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+            types: list[Aval] = list(ctx.avals_in)
+            plain = [ShapedArray(x.shape, x.dtype) for x in types]
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 return lowering(ctx.replace(avals_in=plain), *operands, **params)
         finally:
@@ -103,7 +106,7 @@ def _staged_once(primitive: _compat.Primitive, function: Callable[..., Any]) -> 
     """
     several = primitive.multiple_results
 
-    def run(*operands: Any, **params: Any) -> Any:
+    def run(*operands: Value, **params: Any) -> Value | list[Value]:
         # Operands inside ``shard_map`` say where they vary, and must be staged as they are.
         if _compat.checked_axes():
             return function(*operands, **params)
@@ -111,7 +114,7 @@ def _staged_once(primitive: _compat.Primitive, function: Callable[..., Any]) -> 
         named = tuple(sorted(params.items()))
         key = primitive, function, types, named, divided(), _compat.trace_context()
 
-        def listed(*xs: Any) -> list[Any]:
+        def listed(*xs: Value) -> list[Any]:
             out = function(*xs, **params)
             return list(out) if several else [out]
 
@@ -148,7 +151,7 @@ def operations_of(eqn: Eqn) -> ClosedJaxpr | None:
     if own is None:
         return None
 
-    def run(*operands: Any) -> Any:
+    def run(*operands: Value) -> Value | list[Value]:
         out = own.operations(*operands, **eqn.params)
         return out if eqn.primitive.multiple_results else [out]
 
@@ -158,10 +161,10 @@ def operations_of(eqn: Eqn) -> ClosedJaxpr | None:
         return _compat.stage(run, [v.aval for v in eqn.invars], names)
 
 
-def expanded(prim: Any, avals: Any) -> ClosedJaxpr:
+def expanded(prim: HighOperation, avals: Sequence[Aval]) -> ClosedJaxpr:
     """Stages the program that a `call_hi_primitive` (of ``jax.experimental.hijax``) stands for."""
 
-    def run(*operands: Any) -> list[Any]:
+    def run(*operands: Value) -> list[Any]:
         return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, operands)))
 
     return _compat.stage(run, avals)

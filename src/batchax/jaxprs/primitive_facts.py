@@ -128,14 +128,14 @@ def _find(primitive: _compat.Primitive) -> Facts:
     return UNKNOWN if facts is None or _compat.is_namesake(primitive) else facts
 
 
-def lowest(dtype: np.dtype[Any]) -> Any:
+def lowest(dtype: np.dtype[Any]) -> float:
     """Returns what no value of `dtype` is less than."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return -_infinity(dtype)
     return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
 
 
-def highest(dtype: np.dtype[Any]) -> Any:
+def highest(dtype: np.dtype[Any]) -> float:
     """Returns what no value of `dtype` is more than."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return _infinity(dtype)

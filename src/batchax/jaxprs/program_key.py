@@ -13,7 +13,7 @@ the fingerprint of a dataset outlives the process.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.jaxprs.types import Value
+from batchax.jaxprs.types import Atom, Program, Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,12 +64,12 @@ def _key(x: Value, inside: tuple[int, ...]) -> Hashable:
     return type(x), x
 
 
-def _of_program(program: Any, inside: tuple[int, ...]) -> Hashable:
-    jaxpr = getattr(program, "jaxpr", program)
+def _of_program(program: Program, inside: tuple[int, ...]) -> Hashable:
+    jaxpr = _compat.jaxpr_of(program)
     # Variables by the order of their first appearance: names and identities do not matter.
     numbers: dict[Any, int] = {}
 
-    def number(v: Any) -> Hashable:
+    def number(v: Atom) -> Hashable:
         if isinstance(v, Literal):
             # by bits: NaN, and the sign of zero
             return _key(v.aval, inside), np.asarray(v.val).tobytes()
@@ -94,7 +94,7 @@ def _of_program(program: Any, inside: tuple[int, ...]) -> Hashable:
     )
 
 
-def _of_items(items: Any, inside: tuple[int, ...]) -> Hashable:
+def _of_items(items: Iterable[object], inside: tuple[int, ...]) -> Hashable:
     return tuple(_key(x, inside) for x in items)
 
 

@@ -78,7 +78,7 @@ class Axis:
     mesh: Any = None
 
 
-def move_axis(x: Value, source: int, destination: int) -> Any:
+def move_axis(x: Value, source: int, destination: int) -> Value:
     """Moves axis `source` of `x` to `destination`.
 
     It emits nothing if the axis is already there.
@@ -106,7 +106,7 @@ def move_axis(x: Value, source: int, destination: int) -> Any:
     return lax.transpose(x, order)
 
 
-def broadcast_axis(axis: Axis, x: Value, destination: int) -> Any:
+def broadcast_axis(axis: Axis, x: Value, destination: int) -> Value:
     """Repeats an unbatched `x` for every lane, with the batch axis at `destination`."""
     ndim = jax.numpy.ndim(x)
     destination = _in_range("destination", destination, x, ndim + 1)
@@ -141,7 +141,7 @@ def lanes_vary_over(axis: Axis) -> frozenset[Hashable]:
     return _compat.checked_axes().intersection(axis.spmd_name)
 
 
-def expand_axis(x: Value, destination: int) -> Any:
+def expand_axis(x: Value, destination: int) -> Value:
     """Gives an unbatched `x` a batch axis of size one, for broadcasting later."""
     ndim = np.ndim(x)  # also of a literal, which is a Python number
     destination = _in_range("destination", destination, x, ndim + 1)
@@ -149,12 +149,12 @@ def expand_axis(x: Value, destination: int) -> Any:
     return _expanded(x, inserted(np.shape(x), destination, 1), dims)
 
 
-def expand_lanes(x: Value, destination: int, ndim: int) -> Any:
+def expand_lanes(x: Value, destination: int, ndim: int) -> Value:
     """Reshapes one number for each lane to `ndim` dimensions of size one, and the lanes."""
     return _expanded(x, inserted((1,) * ndim, destination, x.shape[0]), (destination,))
 
 
-def _expanded(x: Value, shape: tuple[int, ...], dims: tuple[int, ...]) -> Any:
+def _expanded(x: Value, shape: tuple[int, ...], dims: tuple[int, ...]) -> Value:
     # What lax.expand_dims emits, without the time it takes: most mixed operands come here.
     return lax.broadcast_in_dim_p.bind(x, shape=shape, broadcast_dimensions=dims, sharding=None)
 
@@ -166,7 +166,7 @@ def match_axis(
     destination: Position,
     *,
     sum_match: bool = False,
-) -> Any:
+) -> Value:
     """Moves the batch axis of `x` to `destination`, or repeats `x` along it if it has none.
 
     Args:
@@ -206,7 +206,7 @@ def match_axis(
     return move_axis(x, source, destination)
 
 
-def axis_to_front(axis: Axis, x: Value, source: Position) -> Any:
+def axis_to_front(axis: Axis, x: Value, source: Position) -> Value:
     """Moves the batch axis of `x` to the front, or repeats `x` along it if it has none.
 
     Args:
@@ -228,7 +228,7 @@ def axis_to_front(axis: Axis, x: Value, source: Position) -> Any:
     return match_axis(axis, x, source, 0)
 
 
-def _in_range(name: str, position: Any, x: Value, ndim: int) -> int:
+def _in_range(name: str, position: object, x: Value, ndim: int) -> int:
     if type(position) is int and -ndim <= position < ndim:  # by far the most frequent case
         return position % ndim
     if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
@@ -243,7 +243,7 @@ def _in_range(name: str, position: Any, x: Value, ndim: int) -> int:
     )
 
 
-def shift_dims(dims: Any, position: int) -> tuple[int, ...]:
+def shift_dims(dims: Sequence[int], position: int) -> tuple[int, ...]:
     """Shifts per-example dimension numbers for a batch axis at `position`."""
     return tuple(int(d + (d >= position)) for d in dims)  # NumPy ints occur
 
@@ -264,7 +264,7 @@ def batch_sharding(axis: Axis, x: Value, source: Position, destination: int) -> 
     return sharding.update(spec=PartitionSpec(*inserted(entries, destination, entry)))
 
 
-def sharding_on_mesh(axis: Axis, sharding: Any) -> Any:
+def sharding_on_mesh(axis: Axis, sharding: NamedSharding) -> NamedSharding:
     """Puts a sharding without a mesh, as constants have, on the mesh of the lanes."""
     if axis.mesh is None or not sharding.mesh.empty:
         return sharding
@@ -273,7 +273,9 @@ def sharding_on_mesh(axis: Axis, sharding: Any) -> Any:
     return NamedSharding(axis.mesh.abstract_mesh if here.empty else here, sharding.spec)
 
 
-def sharding_with_axis(sharding: Any, position: int, args: Values, axes: Any) -> Any:
+def sharding_with_axis(
+    sharding: NamedSharding | None, position: int, args: Values, axes: Positions
+) -> Any:
     """Adds the batch axis at `position` to the ``out_sharding`` of one example."""
     if sharding is None:
         return None
@@ -291,14 +293,14 @@ def sharding_with_axis(sharding: Any, position: int, args: Values, axes: Any) ->
     return sharding.update(spec=sharding.spec.update(partitions=tuple(spec)))
 
 
-def is_in_types(sharding: Any, entry: Any) -> bool:
+def is_in_types(sharding: NamedSharding, entry: Hashable) -> bool:
     """Returns whether types on the mesh of `sharding` may have `entry`."""
     types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
     names = entry if isinstance(entry, tuple) else (entry,)
     return entry is not None and all(types.get(n) == AxisType.Explicit for n in names)
 
 
-def inserted(entries: Sequence[Any], position: int, entry: Any) -> tuple[Any, ...]:
+def inserted(entries: Sequence[Any], position: int, entry: object) -> tuple[Any, ...]:
     return (*entries[:position], entry, *entries[position:])
 
 
@@ -307,7 +309,7 @@ def slot_after(dims: Sequence[int], count: int) -> int:
     return dims[count - 1] + 1 if count else 0
 
 
-def names_in(params: Any) -> frozenset[Hashable]:
+def names_in(params: object) -> frozenset[Hashable]:
     """Collects every hashable in equation parameters that may be the name of an axis."""
     if isinstance(params, dict):
         return frozenset().union(*map(names_in, params.values()))

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.core import ShapedArray, Tracer
+from jax.core import ShapedArray, Trace, Tracer
 from jax.extend.core import Literal
 from jax.tree_util import PyTreeDef
 
@@ -40,12 +40,12 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import Anywhere, bodies_of, programs_held, programs_inside
 from batchax.jaxprs.error_format import line_of
 from batchax.jaxprs.evaluate import plan
-from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Program, Value, Values, Var
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.interpreter import interpret
 
 
-def reject_lost(program: ClosedJaxpr, trace: Any) -> ClosedJaxpr:
+def reject_lost(program: ClosedJaxpr, trace: Trace) -> ClosedJaxpr:
     """Checks that a traced jaxpr does not close over a value of a trace around it.
 
     A constant that belongs to `trace` itself is allowed. Raises UnsupportedError for a value of a
@@ -55,8 +55,8 @@ def reject_lost(program: ClosedJaxpr, trace: Any) -> ClosedJaxpr:
     return program
 
 
-def _reject_lost(program: Any, trace: Any, called_at: str) -> None:
-    jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+def _reject_lost(program: Program, trace: Trace, called_at: str) -> None:
+    jaxpr, consts = _compat.jaxpr_of(program), getattr(program, "consts", ())
     for x, v in zip(consts, jaxpr.constvars, strict=False):
         if isinstance(x, Tracer) and _compat.is_inside(x, trace):
             reader = _reader(jaxpr, v)
@@ -101,7 +101,7 @@ def _run_by(eqn: Eqn) -> list[Any]:
     return [body.program for body in bodies if len(body.operands) == len(body.jaxpr.invars)]
 
 
-def _reader(jaxpr: Jaxpr, variable: Any) -> Eqn | None:
+def _reader(jaxpr: Jaxpr, variable: Var) -> Eqn | None:
     """Finds the first equation that reads `variable`, also inside calls, loops, and branches."""
     for eqn in jaxpr.eqns:
         if not any(v is variable for v in eqn.invars):
@@ -124,7 +124,6 @@ class MappedProgram:
     staged: Any  # a closed jaxpr, or a part of one that looks like it
     args: Values
     axes: Positions
-    # whether the equations that it emits are computed at once
     computes: bool = False  # whether what is staged of it will be computed at once
 
     @property
@@ -158,7 +157,9 @@ class MappedProgram:
             return list(values), [None] * len(values)
         with _compat.within_trace_of(left):
             outs, axes = interpret(self.axis, jaxpr, self.staged.consts, self.args, self.axes)
-        computed = dict(zip(needed, zip(outs, axes, strict=True), strict=True))
+        computed: dict[Any, tuple[Value, Position]] = dict(
+            zip(needed, zip(outs, axes, strict=True), strict=True)
+        )
         pairs = [computed.get(v, (x, None)) for v, x in zip(variables, values, strict=True)]
         return [x for x, _ in pairs], [a for _, a in pairs]
 
@@ -192,14 +193,14 @@ def may_be_differentiated() -> bool:
     return program is None or program.traced
 
 
-def program_behind(*rules: Any) -> MappedProgram | None:
+def program_behind(*rules: object) -> MappedProgram | None:
     """Returns the running program if `rules` close over its placeholders, else None."""
     program = _running.get()
     # A rule that needs no program must not hold one: caches keep rules for long.
     return program if program is not None and closes_over_tracers(rules) else None
 
 
-def closes_over_tracers(rule: Any) -> bool:
+def closes_over_tracers(rule: object) -> bool:
     """Returns whether a function closes over a placeholder of a program, or may do so."""
     return any(True for _ in _tracers([rule]))
 
@@ -245,7 +246,7 @@ class Captured:
         self.name, self.program = name, program
         self._values: dict[int, tuple[Value, Position]] = {}
 
-    def find(self, rule: Any) -> None:
+    def find(self, rule: object) -> None:
         """Resolves now what `rule` closes over, as the rule runs after the derivative is over."""
         tracers = [] if self.program is None else [t for t in _tracers([rule]) if t is not None]
         if self.program is not None and tracers:
@@ -329,7 +330,7 @@ _LEAVES = frozenset(
 )
 
 
-def _own_parts(call: Any) -> list[Any]:
+def _own_parts(call: object) -> list[Any]:
     # `functools.wraps` copies attributes such as `__wrapped__` to the call, and these are skipped.
     return [part for name, part in vars(call).items() if not name.startswith("_")]
 

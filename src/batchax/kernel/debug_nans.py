@@ -21,7 +21,7 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core.primitives import copy_p
 
 from batchax import _compat
-from batchax.jaxprs.types import Value
+from batchax.jaxprs.types import Tree, Value
 from batchax.kernel import recording
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ def in_jit() -> bool:
     return _compat.tracing() and isinstance(jnp.zeros(()), Tracer)
 
 
-def hide_from_debug_nans(run: Callable[..., T], args: Any, name: str) -> T:
+def hide_from_debug_nans(run: Callable[..., T], args: Tree, name: str) -> T:
     """Runs `run(*args)` so that JAX checks only its final arrays for NaN.
 
     Raises FloatingPointError, which names `name`, if there is one in the results.
@@ -87,7 +87,7 @@ def found(error: Exception, name: str) -> FloatingPointError:
     )
 
 
-def _as_one_program(run: Callable[..., T], args: Any) -> Callable[..., T]:
+def _as_one_program(run: Callable[..., T], args: Tree) -> Callable[..., T]:
     """Wraps `run` in a call of one compiled program of the traced leaves of `args`."""
 
     def of_traced(*xs: Value) -> tuple[list[Any], Any]:
@@ -106,10 +106,10 @@ def _as_one_program(run: Callable[..., T], args: Any) -> Callable[..., T]:
         # What reverse mode keeps is looked at where a `jit` around ends: so it keeps arguments.
         evaluate = jax.checkpoint(evaluate)
     # `jax.disable_jit` is meant for the programs of the user.
-    with jax.disable_jit(False):  # which is for the user's programs
+    with jax.disable_jit(False):
         whole = _compat.stage(jax.jit(evaluate), types)
 
-    def call(*args: Any) -> T:
+    def call(*args: Tree) -> T:
         xs = [x for x in jax.tree.leaves(args) if isinstance(x, Tracer)]
         made = iter(eval_jaxpr(whole.jaxpr, whole.consts, *xs))
         outs = [next(made) if x is None else x[0] for x in at_hand]

@@ -57,11 +57,11 @@ def asked_of_each_lane(test: ClosedJaxpr, body: ClosedJaxpr) -> ClosedJaxpr:
         return test
     jaxpr, consts = test.jaxpr, test.consts
 
-    def run_equation(eqn: Eqn, operands: list[Value]) -> Any:
+    def run_equation(eqn: Eqn, operands: list[Value]) -> Sequence[Value]:
         of_one_lane = _OF_ONE_LANE.get(eqn.primitive.name)
         return [of_one_lane(*operands)] if of_one_lane else bind_equation(eqn, operands)
 
-    def run(*args: Any) -> list[Any]:
+    def run(*args: Value) -> list[Any]:
         return evaluate(jaxpr, consts, args, run_equation)
 
     return _predicates.get(_compat.trace_context(), lambda: _compat.stage(run, test.in_avals), test)

@@ -11,7 +11,7 @@ import enum
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
@@ -44,6 +44,9 @@ from batchax.kernel.named_axes import (
     without_mesh,
 )
 from batchax.kernel.registry import registrations
+
+T = TypeVar("T")
+State = TypeVar("State")
 
 
 class _Placement(enum.Enum):
@@ -99,7 +102,7 @@ def batch_inner(
     return remembered(body, (key, out_axes), build)
 
 
-def remembered(body: ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
+def remembered(body: ClosedJaxpr, key: Hashable, build: Callable[[], T]) -> T:
     """Caches what `build` returns for each `key` while `body` lives."""
     built, context = _memory()
     return built.get((key, context), build, owner=body)
@@ -131,21 +134,14 @@ def emitted(
     key = "emitted", axis, types, tuple(axes), more
     # JAX caches the jaxprs of functions such as `jnp.where`, so one body occurs in many jaxprs.
     # Bodies that occur once are not worth tracing separately.
-    if not remembered(body, key, _Met).again():
+    met: list[bool] = remembered(body, key, list)
+    if not met:
+        met.append(True)
         return emit(*operands)
     program, out_axes = remembered(
         body, (key, "again"), lambda: _compat.stage_described(emit, types)
     )
     return _compat.inlined(program, operands), out_axes
-
-
-class _Met:
-    def __init__(self) -> None:
-        self._met = False
-
-    def again(self) -> bool:
-        met, self._met = self._met, True
-        return met
 
 
 def _memory() -> tuple[Cache, Hashable]:
@@ -164,7 +160,7 @@ def _batch_inner(
     varying: Varying,
     read: Sequence[bool] | None,
 ) -> tuple[ClosedJaxpr, tuple[Position, ...]]:
-    def run(*args: Any) -> tuple[list[Any], tuple[Position, ...]]:
+    def run(*args: Value) -> tuple[list[Any], tuple[Position, ...]]:
         outs, axes = run_inner(axis, body, args, in_axes, read)
         places = [_place(a, w) for a, w in zip(axes, out_axes, strict=True)]
         placed = [
@@ -191,7 +187,7 @@ def returning(program: ClosedJaxpr, varying: Varying) -> ClosedJaxpr:
     if all(want <= have for have, want in zip(own, varying, strict=True)):
         return program
 
-    def run(*args: Any) -> list[Any]:
+    def run(*args: Value) -> list[Any]:
         return vary_over(eval_jaxpr(program.jaxpr, program.consts, *args), varying)
 
     return remembered(program, ("returning", varying), lambda: _compat.stage(run, program.in_avals))
@@ -206,7 +202,7 @@ def returning_alike(programs: Sequence[ClosedJaxpr]) -> list[ClosedJaxpr]:
     return [returning(program, varying) for program in programs]
 
 
-def batched_aval(axis: Axis, aval: Aval, position: Position) -> Any:
+def batched_aval(axis: Axis, aval: Aval, position: Position) -> Aval:
     """Returns the type for all lanes, with the batch axis at `position`."""
     if position is None:
         return aval
@@ -220,7 +216,7 @@ def batched_aval(axis: Axis, aval: Aval, position: Position) -> Any:
     return _compat.type_varying_over(aval, over) if over else aval
 
 
-def example_aval(axis: Axis, aval: Aval, position: Position) -> Any:
+def example_aval(axis: Axis, aval: Aval, position: Position) -> Aval:
     """Returns the type of one example of a value whose batch axis is at `position`."""
     if position is None:
         return aval
@@ -228,7 +224,7 @@ def example_aval(axis: Axis, aval: Aval, position: Position) -> Any:
     if over:
         aval = _compat.with_varying_axes(aval, _compat.varying_axes(aval) - over)
     # `mapped_aval` updates the sharding, too, which takes three times as long.
-    if type(aval) is ShapedArray and aval.sharding.mesh.empty:  # in a third of the time
+    if type(aval) is ShapedArray and aval.sharding.mesh.empty:
         shape = aval.shape[:position] + aval.shape[position + 1 :]
         return ShapedArray(shape, aval.dtype, aval.weak_type, memory_space=aval.memory_space)
     return mapped_aval(aval.shape[position], position, aval)  # with lanes that repeat others
@@ -364,11 +360,13 @@ def staged_once(key: Hashable, fun: Callable[..., Sequence[Any]], *operands: Val
     return inline_jaxpr(program, operands)
 
 
-def while_loop(goes_on: Callable[[Any], Any], once: Callable[[Any], Any], state: Any) -> Any:
+def while_loop(
+    goes_on: Callable[[State], Value], once: Callable[[State], State], state: State
+) -> State:
     """Runs as ``lax.while_loop``, with a strongly typed carry, as a step may return one."""
     strong = lambda state: jax.tree.map(_strong, state)
     return lax.while_loop(goes_on, lambda state: strong(once(state)), strong(state))
 
 
-def _strong(x: Value) -> Any:
+def _strong(x: Value) -> Value:
     return lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import Any
@@ -38,7 +39,7 @@ from batchax.jaxprs.error_format import line_of, spoken
 from batchax.jaxprs.evaluate import Step, bind_equation, evaluate, plan, variables_in, walk
 from batchax.jaxprs.own_primitives import is_own, shown
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import Atom, Eqn, Jaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis, sharding_on_mesh
 from batchax.kernel.debug_nans import checks_nans_here, found, hide_from_debug_nans, in_jit
@@ -76,7 +77,7 @@ def run_without_rule(
         def look(*xs: Value) -> tuple[list[Any], list[tuple[Any, Position]]]:
             return [], list(map(_compat.batched_by_jax, one_lane(*xs)))
 
-        def batch(fun: Callable[..., Any]) -> Any:
+        def batch(fun: Callable[..., Any]) -> object:
             return jax.vmap(
                 fun,
                 in_axes=tuple(operand_axes),
@@ -153,7 +154,7 @@ def lane_after_lane(
     return (outs, [0] * len(outs)) if several else (outs[0], 0)
 
 
-def lanes_together(x: Value) -> Any:
+def lanes_together(x: Value) -> Value:
     sharding: Any = jax.typeof(x).sharding
     if sharding.mesh.empty or sharding.spec[:1] in ((), (None,)):
         return x
@@ -161,7 +162,7 @@ def lanes_together(x: Value) -> Any:
     return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(None, *sharding.spec[1:])))
 
 
-def lanes_spread(axis: Axis, x: Value) -> Any:
+def lanes_spread(axis: Axis, x: Value) -> Value:
     if axis.mesh_axis is None:
         return x
     sharding = sharding_on_mesh(axis, jax.typeof(x).sharding)
@@ -194,7 +195,7 @@ def evaluate_in_order(
     # come before those of lane 1.
     made: set[Any] = set()
 
-    def read(v: Any) -> Placed:
+    def read(v: Atom) -> Placed:
         return (v.val, None) if isinstance(v, Literal) else env[v]
 
     def run(steps: Iterable[Step]) -> None:
@@ -316,7 +317,9 @@ def _run_lanes(
     env.update(zip(outputs, [(x, 0) for x in outs], strict=True))
 
 
-def _recorded(axis: Axis, step: Step, at: dict[Any, Position]) -> Any:
+def _recorded(
+    axis: Axis, step: Step, at: dict[Any, Position]
+) -> AbstractContextManager[recording.Record]:
     """Records an equation whose operands have the batch axis `at` these positions."""
     positions = [None if isinstance(v, Literal) else at.get(v, 0) for v in step.inputs]
     return recording.equation(axis, step.eqn, positions, False)

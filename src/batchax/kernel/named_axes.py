@@ -32,7 +32,7 @@ from batchax.jaxprs.bodies import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.error_format import spoken
 from batchax.jaxprs.evaluate import bind_equation, variables_read
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front, lanes_vary_over, names_in
 from batchax.kernel.registry import is_foreign, registrations
 
@@ -41,7 +41,7 @@ from batchax.kernel.registry import is_foreign, registrations
 ANY_NAME = object()
 
 
-def as_names(axis_name: Any) -> tuple[Hashable, ...]:
+def as_names(axis_name: Hashable) -> tuple[Hashable, ...]:
     return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
@@ -56,7 +56,7 @@ def uses_axis(axis: Axis, eqn: Eqn) -> bool:
     return axis.name is not None and uses_name(eqn, axis.name)
 
 
-def any_uses_axis(axis: Axis, *programs: Any) -> bool:
+def any_uses_axis(axis: Axis, *programs: ClosedJaxpr) -> bool:
     return any(uses_axis(axis, eqn) for program in programs for eqn in program.jaxpr.eqns)
 
 
@@ -193,7 +193,7 @@ def as_without_mesh(types: Sequence[Aval]) -> list[Any]:
     return [_without_mesh(x) if _tells_of_useless(x) else x for x in types]
 
 
-def _without_mesh(aval: Aval) -> Any:
+def _without_mesh(aval: Aval) -> Aval:
     spec = PartitionSpec(*[None] * aval.ndim)
     return aval.update(sharding=NamedSharding(AbstractMesh((), ()), spec))
 
@@ -204,13 +204,13 @@ def _tells_of_useless(aval: Aval) -> bool:
     return _useless(aval.sharding.mesh) and not _compat.varying_axes(aval)
 
 
-def _useless(mesh: Any) -> bool:
+def _useless(mesh: AbstractMesh) -> bool:
     if mesh.empty:
         return False
     return set(mesh.axis_types) == {AxisType.Manual} and not _compat.checked_axes()
 
 
-def mesh_around() -> Any:
+def mesh_around() -> AbstractMesh:
     """Returns the mesh in scope, also inside `without_mesh`."""
     mesh = jax.sharding.get_abstract_mesh()
     without = _without.get()

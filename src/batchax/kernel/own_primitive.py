@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ from batchax.jaxprs.own_primitives import operations_of, stands_for
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Params, Value, Values
 from batchax.kernel.registry import Rule, serve_own
+
+T = TypeVar("T")
 
 Flat = Callable[..., list[Any]]
 """A function of arrays that returns a list of arrays."""
@@ -231,14 +233,14 @@ def report_errors(
     _compat.set_error_rule(primitive, rule)
 
 
-def _without_checks(program: Any) -> Any:
+def _without_checks(program: T) -> T:
     """Removes runtime checks from a program, a tuple of programs, or None."""
     if isinstance(program, tuple):
         return tuple(map(_without_checks, program))
     if not isinstance(program, ClosedJaxpr) or not _compat.checks(program.effects):
         return program
 
-    def run_equation(eqn: Eqn, xs: Any) -> Sequence[Any]:
+    def run_equation(eqn: Eqn, xs: Values) -> Sequence[Any]:
         if eqn.primitive.name == "check":
             return []
         opened = is_rebuilt(eqn.primitive) or eqn.primitive.name == "jit"
@@ -298,7 +300,7 @@ class NoDerivative:
 
     message: str
 
-    def __call__(self, *args: Any, **params: Any) -> Any:
+    def __call__(self, *args: object, **params: Any) -> NoReturn:
         raise UnsupportedError(self.message)
 
 
@@ -386,7 +388,7 @@ def own_primitive(
         primitive = declare(primitive, several)
     compute = operations if compute is None else compute
 
-    def abstract(*avals: Any, **params: Any) -> Any:
+    def abstract(*avals: Aval, **params: Any) -> tuple[Aval | Sequence[Aval], set[Any]]:
         if effects is not None:
             return types(*avals, **params), set(effects(**params))
         inner = (program.effects for program in held_programs(params, programs))
@@ -446,7 +448,7 @@ def _jvp(
 def _transpose(
     operations: Callable[..., list[Any]],
     primitive: _compat.Primitive,
-    cotangents: Any,
+    cotangents: Value | Values,
     *operands: Value,
     **params: Any,
 ) -> list[Any]:

@@ -22,7 +22,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.analysis.counted import mark_for, numbered, put_mark
 from batchax.cache import Cache
-from batchax.jaxprs.types import Eqn, Value
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Program, Value
 from batchax.kernel.axis import Axis, Position, Positions
 
 _MARK = "batchax_equation_"
@@ -96,7 +96,7 @@ class Recorder:
         with _set(_place, _Place(self, inside)):
             yield
 
-    def record_of(self, name_stack: Any) -> Record | None:
+    def record_of(self, name_stack: object) -> Record | None:
         """Returns the record of the innermost mark in a name stack or operation name."""
         marks = _MARKS.findall(str(name_stack))
         return self.records[int(marks[-1])] if marks else None
@@ -200,7 +200,7 @@ def _otherwise(**changes: Any) -> AbstractContextManager[None]:
 _AS_IT_IS = nullcontext()
 
 
-def run(program: Any) -> AbstractContextManager[None]:
+def run(program: Program) -> AbstractContextManager[None]:
     """Marks one run through the jaxpr `program`."""
     if not is_watched():
         return _AS_IT_IS
@@ -226,7 +226,7 @@ def uncounted(is_counted: bool = False) -> AbstractContextManager[None]:
     return _otherwise(counts=is_counted)
 
 
-def with_numbers(program: Any) -> Any:
+def with_numbers(program: ClosedJaxpr) -> ClosedJaxpr:
     """Numbers the loops of a program that is going to be batched, where runs are counted."""
     place = _active()
     if place is None or place.record is not None:
@@ -244,7 +244,7 @@ def paused(staged_for: Axis | None = None) -> AbstractContextManager[None]:
     return _otherwise(paused=True, staged_for=staged_for)
 
 
-def found_program(axis: Axis, staged: Any, mapped: Sequence[Any]) -> None:
+def found_program(axis: Axis, staged: ClosedJaxpr, mapped: Sequence[Any]) -> None:
     """Notes a program that is going to be batched, unless it is inside another equation."""
     place = _active()
     if place is not None and place.record is None:

@@ -59,7 +59,7 @@ def describe_rule(rule: Any) -> str:
     return f"`{name}`" if code is None else f"`{name}` ({code.co_filename}:{code.co_firstlineno})"
 
 
-def describe_returned(out: Any) -> str:
+def describe_returned(out: object) -> str:
     """Describes a result in messages that expect a tuple."""
     if isinstance(out, jax.Array):
         return f"one array of shape {out.shape}"
@@ -67,7 +67,7 @@ def describe_returned(out: Any) -> str:
     return f"{what} of length {len(out)}" if isinstance(out, (tuple, list)) else what
 
 
-def split_pair(where: str, result: Any, form: str, meaning: str) -> tuple[Any, Any]:
+def split_pair(where: str, result: object, form: str, meaning: str) -> tuple[Any, Any]:
     """Returns the pair that a rule must return, or raises.
 
     `where` is the subject of the message, `form` names the pair, and `meaning` explains its second
@@ -108,7 +108,7 @@ def fitted(
     return [x for x, _ in matched]
 
 
-def _matched(size: int, leaf: Any, said: str, position: Position, aval: Aval) -> tuple[Any, str]:
+def _matched(size: int, leaf: Value, said: str, position: Position, aval: Aval) -> tuple[Any, str]:
     """Converts a result of a rule to its type, or describes the problem."""
     try:
         x = leaf if hasattr(leaf, "aval") else jnp.asarray(leaf)
@@ -200,7 +200,7 @@ _MEANING = (
 )
 
 
-def _position(where: str, name: str, position: Any, aval: Aval) -> Position:
+def _position(where: str, name: str, position: object, aval: Aval) -> Position:
     if position is None:
         return None
     if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
@@ -458,7 +458,9 @@ def serve_own(
 def _serve_jax(primitive: _compat.Primitive, replace: bool, may_name_axis: bool = False) -> None:
     """Lets ``jax.vmap`` batch `primitive` by the current rule in the table."""
 
-    def for_jax(axis_data: Any, args: Any, axes: Any, /, **params: Any) -> Any:
+    def for_jax(
+        axis_data: Any, args: Values, axes: Positions, /, **params: Any
+    ) -> tuple[Value | Values, Position | Positions]:
         axis = _compat.axis_from(axis_data, Axis)
         # A collective over the axis must be batched even if no operand is.
         named = axis.name is not None and (
@@ -596,7 +598,7 @@ def broadcasting(primitive: Primitive) -> None:
     _register(primitive, rule, "broadcasting", elementwise=True)
 
 
-def reducing(primitive: Primitive, neutral: Any = None) -> None:
+def reducing(primitive: Primitive, neutral: object = None) -> None:
     """Registers a primitive as one that removes the dimensions in its parameter `axes`.
 
     Args:
@@ -622,7 +624,7 @@ def reducing(primitive: Primitive, neutral: Any = None) -> None:
 def reducing_rule(primitive: Primitive) -> Rule:
     """Returns the rule that `reducing` registers."""
 
-    def rule(axis: Axis, args: Any, axes_: Any, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes_: Any, /, **params: Any) -> tuple[Any, Any]:
         if "axes" not in params:
             raise ArgumentTypeError(
                 "reducing is for a primitive that has the dimensions it removes as a parameter "
@@ -648,7 +650,7 @@ def _register(primitive: Primitive, rule: Callable[..., Any], maker: str, **fact
         describe([primitive], **facts)
 
 
-def reduced_dims(primitive: Primitive, dims: Any, rank: int) -> tuple[int, ...]:
+def reduced_dims(primitive: Primitive, dims: object, rank: int) -> tuple[int, ...]:
     """Normalizes the dimensions that a `reducing` primitive removes, counted from the front."""
     several = isinstance(dims, (tuple, list))
     if not (several and all(isinstance(d, (int, np.integer)) for d in dims)):
@@ -665,7 +667,7 @@ def reduced_dims(primitive: Primitive, dims: Any, rank: int) -> tuple[int, ...]:
     return tuple(d % rank for d in dims)
 
 
-def _alike(primitive: Primitive, out: Any, out_axis: Any) -> tuple[Any, Any]:
+def _alike(primitive: Primitive, out: Value | Values, out_axis: Any) -> tuple[Any, Any]:
     return (out, [out_axis] * len(out)) if primitive.multiple_results else (out, out_axis)
 
 
@@ -689,7 +691,7 @@ def leading_rule(
     return _alike(primitive, primitive.bind(*args, **params), target)
 
 
-def aligned(args: Any, axes: Any, columns: bool = False) -> tuple[list[Any], int]:
+def aligned(args: Values, axes: Any, columns: bool = False) -> tuple[list[Any], int]:
     """Moves batch axes to one position, so that operands broadcast against each other.
 
     Unbatched scalars stay scalars. With `columns`, lanes stay where they are.
@@ -712,7 +714,7 @@ def aligned(args: Any, axes: Any, columns: bool = False) -> tuple[list[Any], int
         elif n == rank:
             out.append(move_axis(x, a, target))
         # One number for each lane gets dimensions of size one around its lanes.
-        else:  # one number per lane
+        else:
             out.append(expand_lanes(x, target, rank))
     return out, target
 

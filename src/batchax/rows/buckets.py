@@ -158,7 +158,7 @@ def join_lanes(parts: Sequence[Any], groups: Sequence[np.ndarray], axis: int = 0
     return _regroup(parts, _inverse(index, len(index)), [len(index)], axis)[0]
 
 
-def known_elements(x: Ragged) -> np.ndarray:
+def known_elements(x: Ragged | Buckets) -> np.ndarray:
     elements = elements_of(x.lengths)
     assert elements is not None, "checked by those who make groups"
     return elements
@@ -239,9 +239,7 @@ class Buckets(GroupsOfRows):
     @property
     def _elements(self) -> np.ndarray:
         """How many elements each row has."""
-        elements = elements_of(self.lengths)
-        assert elements is not None
-        return elements
+        return known_elements(self)
 
     def _waste(self, padded: int) -> float:
         true = int(self._elements.sum())

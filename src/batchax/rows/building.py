@@ -256,12 +256,7 @@ class RowBatch:
     max_length: Any
 
     def __init__(
-        self,
-        data: Value,
-        lengths: Value,
-        max_length: Bounds = None,
-        *,
-        axis: Axes = 0,
+        self, data: Value, lengths: Value, max_length: Bounds = None, *, axis: Axes = 0
     ) -> None:
         raise NotImplementedError
 

@@ -46,11 +46,12 @@ from batchax.rows.sizes import (
     Lengths,
     Shape,
     SizeOfRow,
-    is_symbolic,
+    has_symbols,
     line_of,
     names_of,
     needs_number,
     question_of,
+    ragged_axes,
 )
 from batchax.rules.callbacks import calls_in
 
@@ -133,6 +134,13 @@ def check_size_name(name: object, maker: str) -> None:
     if not isinstance(name, str) or not name.isidentifier() or name in _OPERATIONS:
         raise ArgumentTypeError(
             f'{maker}() takes a name for the size of rows, such as {maker}("n"), got {brief(name)}.'
+        )
+
+
+def check_max_size(max_size: int | None, called: str) -> None:
+    if max_size is not None and not (is_position(max_size) and max_size >= 0):
+        raise ArgumentTypeError(
+            f"{called}: max_size must be a non-negative int, got {brief(max_size)}."
         )
 
 
@@ -224,10 +232,7 @@ def size(name: str, max_size: int | None = None) -> LaneSize:
       [ 3  0 10]
     """
     check_size_name(name, "size")
-    if max_size is not None and not (is_position(max_size) and max_size >= 0):
-        raise ArgumentTypeError(
-            f"size(): max_size must be a non-negative int, got {brief(max_size)}."
-        )
+    check_max_size(max_size, "size()")
     return LaneSize(name, max_size)
 
 
@@ -477,8 +482,7 @@ def with_room(data: Value, axis: int, capacity: int) -> Value:
 
 def place_ragged(output: OutputArray, shape: Shape) -> OutputArray:
     """Where an output of that shape for each row, with symbols, goes before it is packed."""
-    ragged = [i for i, dim in enumerate(shape) if is_symbolic(dim)]
-    if not ragged:
+    if not has_symbols(shape):
         return output
     shown = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
     if output.spec is AUTO or output.spec == 0:
@@ -514,7 +518,7 @@ def as_ragged(
     if isinstance(padded, Ragged):  # of rows of one length together, whose bound is their own
         padded = padded.to_padded()
     sizes_found = sizes_found or {}
-    axes = tuple(i for i, dim in enumerate(shape) if is_symbolic(dim))
+    axes = tuple(ragged_axes(shape))
     dims = [shape[at] for at in axes]
     bounds = [padded.shape[at + 1] for at in axes]
     if len(dims) == 1:
@@ -546,7 +550,7 @@ def as_shorter(
     arguments: Sequence[tuple[Mapped, SizesOf]],
 ) -> Ragged:
     """Rows that are where longer ones were, as a `Ragged`: see `as_ragged`."""
-    (axis,) = (i for i, dim in enumerate(shape) if is_symbolic(dim))
+    (axis,) = ragged_axes(shape)
     bounds = {size.name: size.bound for size in sizes}
     named = shorter(shape[axis], bounds)
     assert named is not None

@@ -320,39 +320,24 @@ def dense(array: pyarrow.Array, who: str) -> np.ndarray:
     return inner.reshape(len(array), size, *inner.shape[1:])
 
 
-def lists(array: pyarrow.Array, who: str) -> tuple[np.ndarray, np.ndarray]:
-    """Of an array of lists, large or sliced or a view too: all elements, and where lists begin.
-
-    The elements may be lists of one size, which become trailing axes. There is one offset more than
-    there are lists; the first is 0.
-    """
-    _check_no_nulls(array, who)
-    offsets = _numbers(array.offsets, who)
-    if hasattr(array, "sizes"):  # a view: lists in any order, with gaps, or overlapping
-        index, offsets = without_gaps(offsets, _numbers(array.sizes, who))
-        return dense(array.values.take(index), who), offsets
-    first, last = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
-    return dense(array.values.slice(first, last - first), who), offsets - first
-
-
 def rows_of(array: pyarrow.Array, who: str) -> tuple[np.ndarray, np.ndarray]:
-    """Of an array of lists, as of `lists`: all elements, and the lengths of lists.
+    """Of an array of lists, large or sliced or a view too: all elements, and the lengths of lists.
 
-    Lists of lists are rows that are ragged along several axes: those of a row are of one length,
-    and lengths are of shape (rows, axes). A row without lists has the length 0 along the inner
-    axes.
+    The elements may be lists of one size, which become trailing axes. Lists of lists are rows that
+    are ragged along several axes: those of a row are of one length, and lengths are of shape
+    (rows, axes). A row without lists has the length 0 along the inner axes.
     """
-    if not is_lists(array.values.type):
-        values, offsets = lists(array, who)
-        return values, np.diff(offsets).astype(np.int64)
     _check_no_nulls(array, who)
-    offsets = _numbers(array.offsets, who).astype(np.int64)
-    counts, inner = np.diff(offsets), array.values
-    if hasattr(array, "sizes"):
+    offsets, inner = _numbers(array.offsets, who).astype(np.int64), array.values
+    if hasattr(array, "sizes"):  # a view: lists in any order, with gaps, or overlapping
         counts = _numbers(array.sizes, who).astype(np.int64)
         inner = inner.take(without_gaps(offsets, counts)[0])
-    elif len(offsets):
-        inner = inner.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+    else:
+        counts = np.diff(offsets)
+        first, last = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
+        inner = inner.slice(first, last - first)
+    if not is_lists(inner.type):
+        return dense(inner, who), counts
     values, lengths = rows_of(inner, who)
     return values, of_lists(counts, lengths, who)
 

@@ -40,7 +40,14 @@ from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.rows.building import known_lengths
-from batchax.rows.call import FoundLengths, RowCall, RowSize, as_ragged, place_ragged
+from batchax.rows.call import (
+    FoundLengths,
+    RowCall,
+    RowSize,
+    as_ragged,
+    check_max_size,
+    place_ragged,
+)
 from batchax.rows.padded import CannotPad, Row, run_padded
 from batchax.rows.padded_rules.positions import pad_end
 from batchax.rows.size_classes import class_switch
@@ -413,7 +420,7 @@ def unique(x: Value, *, max_size: int | None = None) -> jax.Array:
     if not isinstance(x, Tracer):
         with jax.ensure_compile_time_eval():
             different = jnp.unique(x)
-        _check_max_size(max_size, called)
+        check_max_size(max_size, called)
         _check_enough(different.size, max_size, called)
         return different
     ordered = jnp.sort(x.reshape(-1))
@@ -441,7 +448,7 @@ def _has_elements(size: Dim) -> bool:
 
 def _places(condition: Value, max_size: int | None, called: str, given: Value) -> jax.Array:
     """Where a vector of bools is true, as int32."""
-    _check_max_size(max_size, called)
+    check_max_size(max_size, called)
     if isinstance(condition, Tracer):
         finding = finding_sizes()
         if finding is None:
@@ -455,13 +462,6 @@ def _places(condition: Value, max_size: int | None, called: str, given: Value) -
     (places,) = np.nonzero(condition)
     _check_enough(len(places), max_size, called)
     return jnp.asarray(places, np.int32)
-
-
-def _check_max_size(max_size: int | None, called: str) -> None:
-    if max_size is not None and not (is_position(max_size) and max_size >= 0):
-        raise ArgumentTypeError(
-            f"{called}: max_size must be a non-negative int, got {brief(max_size)}."
-        )
 
 
 def _check_enough(count: int, max_size: int | None, called: str) -> None:

@@ -491,6 +491,8 @@ def agreed(size: Dim, other: Dim, ask: Callable[..., Any] = operator.ge) -> bool
 
 def greatest(size: Dim) -> int | None:
     """The most that a size, or number, is in any row there may be; None if that is unknown."""
+    if is_symbolic(size) and not _compat.is_row_size(size):  # of a function that is exported
+        return None
     values = _in_every_row(size)
     return None if values is None else max(int(np.max(values[0])), 0)
 

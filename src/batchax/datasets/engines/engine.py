@@ -43,6 +43,8 @@ DaskClient: TypeAlias = Any  # a `distributed.Client`: Dask has no types
 class Pool:
     # the errors of units whose worker ended
     deaths: tuple[type[BaseException], ...] = (BrokenExecutor, EndedError)
+    # the errors of units that the pool canceled by itself, or whose result was lost on the way
+    lost: tuple[type[BaseException], ...] = (CancelledError,)
     generation = 0  # how many times its workers were started again
 
     def __init__(self, executor: Executor, own: bool = False) -> None:
@@ -104,6 +106,7 @@ class DaskPool(Pool):
         distributed = needed("distributed", "executor, to run units on a cluster,")
         self._client, self._own = client, own
         self.deaths = (distributed.scheduler.KilledWorker, EndedError)
+        self.lost = (CancelledError, distributed.comm.CommClosedError)
         self._names = 0
         self._counted, self._workers = -_KNOWN_SECONDS, 1
 
@@ -306,7 +309,7 @@ class Submitting:
             done = future.result()
         except self._pool.deaths as error:
             self._after_death(tried, error)
-        except CancelledError:
+        except self._pool.lost:
             if not self._stop.now:
                 self._pool.wait_until_ready()
                 self._try_again(tried, tried.care)
