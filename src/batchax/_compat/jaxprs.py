@@ -106,7 +106,8 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 def name_and_place(jaxpr: Program) -> str:
     """Returns the function that a program was traced from: ``name at file:line``, or ""."""
     # Only `jaxpr.debug_info`, which is for messages, has it.
-    return jaxpr.debug_info.func_src_info or ""
+    traced: Any = jaxpr
+    return traced.debug_info.func_src_info or ""
 
 
 def name_within_jax(jaxpr: Program) -> str:
@@ -178,7 +179,7 @@ def touches_references(eqn: Eqn) -> bool:
     return given or makes_references(eqn.effects)
 
 
-def written_inputs(jaxpr: Jaxpr | Eqn) -> set[int]:
+def written_inputs(jaxpr: Any) -> set[int]:
     """Returns which inputs of a jaxpr or equation are references that it writes to."""
     writes = [e.input for e in jaxpr.effects if type(e).__name__ in {"WriteEffect", "AccumEffect"}]
     return {i for i, v in enumerate(jaxpr.invars) if v in writes}

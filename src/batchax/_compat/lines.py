@@ -68,7 +68,7 @@ def in_cell(file: str, line: int) -> str:
     return f"cell {number[1]}, line {line}" if number else ""
 
 
-def made_at(tracer: jax.core.Tracer) -> str:
+def made_at(tracer: object) -> str:
     """Returns `file:line (function)` of the user's code that made a tracer; "" if unknown."""
     source_info = getattr(tracer, "_line_info", None)
     return user_line(source_info) if source_info is not None else ""

@@ -25,7 +25,6 @@ from batchax._compat.mesh_types import check_vma, checked_axes, varying_as
 from batchax._compat.types import (
     ClosedJaxpr,
     Dim,
-    Jaxpr,
     Params,
     Primitive,
     Value,
@@ -196,7 +195,7 @@ def inlined(program: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     return jex_primitives.jit_p.bind(*operands, **_of_jit(program, _OF_JIT))
 
 
-def as_one_call(jaxpr: Jaxpr) -> Any:
+def as_one_call(jaxpr: Any) -> Any:
     """Wraps a jaxpr, open or closed, in one call of ``jax.jit``."""
     if not jaxpr.eqns:
         return jaxpr

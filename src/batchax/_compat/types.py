@@ -106,14 +106,6 @@ class Jaxpr(Protocol):
         """Its results: variables or literals."""
         ...
 
-    @property
-    def effects(self) -> Effects: ...
-
-    @property
-    def debug_info(self) -> Any:
-        """The names of the function and of its arguments."""
-        ...
-
     def replace(self, **changes: Any) -> Any:
         """The same with changes."""
 

@@ -273,9 +273,7 @@ def sharding_on_mesh(axis: Axis, sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(axis.mesh.abstract_mesh if here.empty else here, sharding.spec)
 
 
-def sharding_with_axis(
-    sharding: NamedSharding | None, position: int, args: Values, axes: Positions
-) -> Any:
+def sharding_with_axis(sharding: Any, position: int, args: Values, axes: Positions) -> Any:
     """Adds the batch axis at `position` to the ``out_sharding`` of one example."""
     if sharding is None:
         return None
