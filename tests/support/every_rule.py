@@ -148,9 +148,6 @@ def _elementwise():
     return {**programs, "bitcast_convert_type": (cast, X)}
 
 
-OF_ANY_LENGTH = DTYPES.keys() - SHORT
-
-
 def _reduction(names):
     programs = {
         name: (reduction(name, (1,)), several(2, 4, dtype=DTYPES[name][0])) for name in names
@@ -158,10 +155,12 @@ def _reduction(names):
     for name in programs:
         if name.startswith("cum"):
             programs[name] = (cumulative(name, 1), several(2, 4))
-    several_at_once = lambda x, i: lax.reduce(
-        (x, i), (jnp.float32(0), jnp.int32(0)), lambda a, b: (a[0] + b[0], a[1] * b[1]), (0,)
-    )
-    return programs | ({} if names == SHORT else {"reduce": (several_at_once, X, N)})
+    return programs
+
+
+def _of_several(x, i):
+    start = jnp.float32(0), jnp.int32(0)
+    return lax.reduce((x, i), start, lambda a, b: (a[0] + b[0], a[1] * b[1]), (0,))
 
 
 def _over_lanes(fun):
@@ -542,8 +541,9 @@ for _module, _programs in (
         {"ragged_dot_general": (lax.ragged_dot, M, several(2, 3, 5), several(2, dtype=jnp.int32))},
     ),
     ("rules.random", _random()),
-    ("rules.elementwise", _reduction(OF_ANY_LENGTH)),
-    ("rules.reductions", _reduction(SHORT)),
+    ("rules.elementwise", _reduction([name for name in DTYPES if name not in SHORT])),
+    ("rules.elementwise", {"reduce": (_of_several, X, N)}),
+    ("rules.reductions", _reduction([name for name in DTYPES if name in SHORT])),
     ("rules.references", _references()),
     ("rules.shape", _shape()),
     ("rules.sharding", {"shard_map": (_on_devices, several(4))}),
