@@ -89,12 +89,12 @@ def _run_keeping(loop: ChunkLoop, operands: Values) -> list[Value]:
 
     steps = Steps(-(-loop.size // chunk), loop.progress)
 
-    def step(index: Value, results: Values, parts: Sequence[Any], width: int) -> list[Value]:
+    def step(index: Value, results: list[Value], parts: Sequence[Any], width: int) -> list[Value]:
         (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
         outs = loop.body.function(width)(start, *parts)
         return collect(loop, results, outs, index)
 
-    def in_loop(index: Value, results: Values, parts: Sequence[Any]) -> Values:
+    def in_loop(index: Value, results: list[Value], parts: Sequence[Any]) -> list[Value]:
         if full > 1:  # a loop of one step is none, to a compiler
             steps.begin(index)
             results = steps.through(results, index)
