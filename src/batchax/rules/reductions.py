@@ -94,6 +94,15 @@ def _jvp(
 _jvp_of_operations = jvp_of(_operations, short_reduction_p)
 
 
+@jax.disable_jit(False)
+def _compute(x: Value, *, of: str, over: tuple[int, ...]) -> jax.Array:
+    # Outside `jit`, too, the terms: XLA's library may drop NaNs from a maximum.
+    return _compiled(of, x, over)
+
+
+_compiled = jax.jit(_bind, static_argnums=(0, 2))
+
+
 def _on_cpu(x: Value, *, of: str, over: tuple[int, ...]) -> jax.Array:
     # Stored for all its users, as the library stores it: else each recomputes it.
     return lax.optimization_barrier(as_terms(of, x, over))
@@ -103,6 +112,7 @@ own_primitive(
     short_reduction_p,
     called="a reduction over few elements",
     operations=_operations,
+    compute=_compute,
     on_cpu=_on_cpu,
     types=_types,
     programs=(),
