@@ -147,7 +147,7 @@ def _is_fused(place: Place | None) -> bool:
     run, eqn = place
     if "made" not in run.found:
         run.found["made"] = {v: e for e in run.jaxpr.eqns for v in e.outvars}
-    return _of_sines(eqn, run.found["made"]) or _is_spread_andshort_reduction(eqn, run.jaxpr)
+    return _of_sines(eqn, run.found["made"]) or _is_spread_and_reduced(eqn, run.jaxpr)
 
 
 def _of_sines(eqn: Eqn, made: dict[Any, Eqn]) -> bool:
@@ -166,7 +166,7 @@ def _of_sines(eqn: Eqn, made: dict[Any, Eqn]) -> bool:
 _FUSED = 16  # operations before a reduction that are looked at
 
 
-def _is_spread_andshort_reduction(eqn: Eqn, jaxpr: Jaxpr) -> bool:
+def _is_spread_and_reduced(eqn: Eqn, jaxpr: Jaxpr) -> bool:
     size = math.prod(eqn.invars[0].aval.shape)
     reached = set(eqn.outvars)
     for later in jaxpr.eqns:
