@@ -48,6 +48,21 @@ def test_errors_are_those_of_the_library(fun, options, monkeypatch):
     assert str(got).splitlines()[0] == str(expected).splitlines()[0]
 
 
+@pytest.mark.parametrize("around", ["grad", "vjp", "jax.vmap", "far"])
+def test_errors_under_a_transformation_and_of_a_late_lane(around, monkeypatch):
+    monkeypatch.setenv("EQX_ON_ERROR", "raise")
+    xs = jnp.arange(4.0)
+    run, xs = {
+        "grad": (lambda vmap: jax.grad(lambda x: vmap(checked)(x).sum()), xs),
+        "vjp": (lambda vmap: lambda x: jax.vjp(vmap(checked), x)[0], xs),
+        "jax.vmap": (lambda vmap: jax.vmap(vmap(checked)), xs.reshape(2, 2)),
+        "far": (lambda vmap: vmap(checked), jnp.zeros(300).at[290].set(5)),
+    }[around]
+    errors = [error_of(lambda f, vmap=vmap: run(vmap), checked, xs) for vmap in (jax.vmap, bx.vmap)]
+    assert type(errors[0]) is type(errors[1])
+    assert "too large" in str(errors[1])
+
+
 def test_over_a_mesh():
     """In a process of its own: there JAX raises the error again at each `jax.effects_barrier`."""
     program = """

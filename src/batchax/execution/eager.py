@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer, eval_jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -49,18 +50,31 @@ def error_of_a_lane(
     """
     if not all(isinstance(x, jax.Array | np.ndarray) for x in values):
         return None
-    if any(isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True) for x in values):
+    traced = any(isinstance(x, Tracer) for x in values)
+    if not (traced or all(getattr(x, "is_fully_addressable", True) for x in values)):
         return None
     pairs = list(zip(values, axes, strict=True))
     # A library may convert the error of a host callback in the Python frame that runs the
     # operations, as `equinox.error_if` does, and all lanes run outside of that frame. So lanes run
-    # again one by one, up to the first that fails, at most `_LANES`.
+    # again up to the first that fails: `_LANES` one by one, and the others as ``jax.vmap`` runs
+    # them. Traced values are of a transformation outside of `jit`, in which all run at once.
     one_lane = lambda k: [x if a is None else jnp.take(x, k, axis=a) for x, a in pairs]
+    lanes = min((x.shape[a] for x, a in pairs if a is not None), default=1)
+
+    def together(first: int, end: int) -> None:
+        part = lambda x, a: x if a is None else lax.slice_in_dim(x, first, end, axis=a)
+        jax.vmap(run, in_axes=(list(axes),))([part(x, a) for x, a in pairs])
+
     try:
         if not may_call_python.in_program(jax.make_jaxpr(run)(one_lane(0))):
             return None
-        for lane in range(min([_LANES, *(x.shape[a] for x, a in pairs if a is not None)])):
+        if traced:
+            together(0, lanes)
+            return None
+        for lane in range(min(_LANES, lanes)):
             run(one_lane(lane))
+        for first in range(_LANES, lanes, _LANES):
+            together(first, min(first + _LANES, lanes))
     except jax.errors.JaxRuntimeError:
         return None
     except RuntimeError as error:
