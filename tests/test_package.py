@@ -112,6 +112,8 @@ held = [n for n, m in [*sys.modules.items()] if n.startswith("batchax")
 assert not held, held
 assert all(callable(f) for f in (bx.explain, bx.check, bx.map))
 assert pickle.loads(pickle.dumps(bx.map)) is bx.map
+import cloudpickle
+assert pickle.loads(cloudpickle.dumps(lambda: bx))() is bx  # as executors send a user's function
 from batchax import *
 assert nonzero is bx.nonzero
 assert not hasattr(bx, "no_such_name")

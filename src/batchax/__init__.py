@@ -136,5 +136,9 @@ class _Package(ModuleType):
         if not (name in _LATER and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # cloudpickle, which sends functions to other processes, knows modules by their exact class.
+        return import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
