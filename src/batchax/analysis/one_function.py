@@ -26,7 +26,7 @@ from batchax.jaxprs.evaluate import Inside, Rewriter, rewritten
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
 
-TERMS = 8  # that are added one by one
+_TERMS = 8  # that are added one by one
 _FACTORS = 16  # of which products add up
 _NUMBERS = 4096  # at most, that are added in a kernel of one lane
 # Pairs that a product multiplies where a kernel of many lanes is as fast as a library, which
@@ -74,9 +74,13 @@ def _is_reduced(eqn: Eqn) -> bool:
     return aval.dtype in (np.float32, np.float64) and 0 < aval.size <= _NUMBERS
 
 
+def is_short(aval: Aval, axes: Sequence[int]) -> bool:
+    """Returns whether a reduction has so few elements that they are combined one by one."""
+    return int(np.prod([aval.shape[a] for a in axes])) <= _TERMS
+
+
 def _is_short(eqn: Eqn) -> bool:
-    shape = eqn.invars[0].aval.shape
-    return int(np.prod([shape[a] for a in eqn.params["axes"]])) <= TERMS
+    return is_short(eqn.invars[0].aval, eqn.params["axes"])
 
 
 def from_zero(total: Value) -> Value:
@@ -107,7 +111,7 @@ def _all_in(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
     def write(params: dict[str, Any], x: Value) -> Value:
         axes = sorted(params["axes"])
-        if int(np.prod([x.shape[a] for a in axes])) <= TERMS:
+        if is_short(x, axes):
             return functools.reduce(combine, _terms(x, axes))
         for axis in reversed(axes):
             x = _by_halves(combine, x, axis)

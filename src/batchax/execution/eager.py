@@ -44,9 +44,9 @@ def is_out_of_memory(error: Exception) -> bool:
 def error_of_a_lane(
     run: Callable[..., Any], values: Values, axes: Sequence[Any]
 ) -> RuntimeError | None:
-    """Finds the error that a single lane raises, after all lanes together failed.
+    """Finds the error that lanes raise under ``jax.vmap``, after all together failed.
 
-    Returns None if no lane raises one other than JAX's, or lanes cannot run by themselves.
+    Returns None if they raise none other than JAX's, or cannot run there.
     """
     if not all(isinstance(x, jax.Array | np.ndarray) for x in values):
         return None
@@ -55,31 +55,28 @@ def error_of_a_lane(
         return None
     pairs = list(zip(values, axes, strict=True))
     # A library may convert the error of a host callback in the Python frame that runs the
-    # operations, as `equinox.error_if` does, and all lanes run outside of that frame. So lanes run
-    # again up to the first that fails: `_LANES` one by one, and the others as ``jax.vmap`` runs
-    # them. Traced values are of a transformation outside of `jit`, in which all run at once.
-    one_lane = lambda k: [x if a is None else jnp.take(x, k, axis=a) for x, a in pairs]
+    # operations, as `equinox.error_if` does, and all lanes run outside of that frame. So they run
+    # again as ``jax.vmap`` runs them, up to the first block that fails. Traced values are of a
+    # transformation outside of `jit`: what it keeps of them is for all lanes.
     lanes = min((x.shape[a] for x, a in pairs if a is not None), default=1)
+    block = lanes if traced else _LANES
 
-    def together(first: int, end: int) -> None:
-        part = lambda x, a: x if a is None else lax.slice_in_dim(x, first, end, axis=a)
-        jax.vmap(run, in_axes=(list(axes),))([part(x, a) for x, a in pairs])
+    def part(first: int, end: int) -> list[Value]:
+        cut = lambda x, a: x if a is None else lax.slice_in_dim(x, first, end, axis=a)
+        return [cut(x, a) for x, a in pairs]
 
     try:
-        if not may_call_python.in_program(jax.make_jaxpr(run)(one_lane(0))):
+        one = [x if a is None else jnp.take(x, 0, axis=a) for x, a in pairs]
+        if not may_call_python.in_program(jax.make_jaxpr(run)(one)):
             return None
-        if traced:
-            together(0, lanes)
-            return None
-        for lane in range(min(_LANES, lanes)):
-            run(one_lane(lane))
-        for first in range(_LANES, lanes, _LANES):
-            together(first, min(first + _LANES, lanes))
+        for first in range(0, lanes, block):
+            end = min(first + block, lanes)
+            jax.vmap(run, in_axes=(list(axes),), axis_size=end - first)(part(first, end))
     except jax.errors.JaxRuntimeError:
         return None
     except RuntimeError as error:
         return error
-    except Exception:  # such as of the name of an axis, which no lane has by itself
+    except Exception:  # such as of the name of an axis, which lanes do not have here
         return None
     return None
 

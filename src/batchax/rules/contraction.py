@@ -28,7 +28,8 @@ from batchax.kernel.axis import (
 )
 from batchax.kernel.registry import matched, register_rule
 from batchax.rules.linalg import with_lanes_last
-from batchax.rules.reductions import is_short, short_reduction
+from batchax.rules.reductions import pays as terms_pay
+from batchax.rules.reductions import short_reduction
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -60,7 +61,7 @@ def _dot_general(
     both = lhs_axis is not None and rhs_axis is not None
     vectors = both and lhs.ndim == rhs.ndim == 2 and dimension_numbers == _OF_VECTORS
     alike = both and {params["preferred_element_type"] or lhs.dtype, rhs.dtype} == {lhs.dtype}
-    if vectors and alike and is_short(lhs, lhs_axis, (0,)):
+    if vectors and alike and terms_pay(lhs, lhs_axis, (0,)):
         (x, y), position = matched(axis, args, axes)
         return short_reduction("reduce_sum", lax.mul(x, y), position, (0,))
     if both and max(lhs.ndim, rhs.ndim) == 3:
