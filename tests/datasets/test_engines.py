@@ -1,5 +1,6 @@
 """`map` on pools of processes, on Dask, and in shards: what comes of it is the same."""
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -26,6 +27,7 @@ from batchax.datasets.engines.engine import Pool
 from batchax.datasets.engines.worker import Attempts
 from batchax.datasets.inspect import status, verify
 from batchax.datasets.journal import read_journal
+from batchax.datasets.pipeline import Work
 from batchax.datasets.sources import as_source
 from kills import jobs
 from kills.dask import cluster
@@ -232,6 +234,31 @@ def test_an_outage_stops_all_workers(x, engine):
     assert_whole(x)
 
 
+def test_no_row_is_quarantined_after_an_outage_ended_the_call(x, monkeypatch):
+    """By a unit that is about to be recorded as the call ends, and that nobody waits for."""
+    write, running, begun = Work.write, Attempts.running, []
+
+    def noted(attempts, unit, attempt):
+        begun.append(attempts)
+        return running(attempts, unit, attempt)
+
+    def as_the_call_ends(work, computed):
+        record = write(work, computed)
+        if record.quarantined:
+            begun[0].end_all()
+        return record
+
+    Path("away").touch()
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:  # waits for the units
+        patch.setattr(Attempts, "running", noted)
+        patch.setattr(Work, "write", as_the_call_ends)
+        with pytest.raises(bx.JobError, match="the call has ended"):
+            call(engine_calls.while_it_is_there, threads, on_error="quarantine")
+    Path("away").unlink()
+    assert call(engine_calls.while_it_is_there, None, on_error="quarantine").quarantined == 0
+    assert_whole(x)
+
+
 def test_errors_that_cannot_be_pickled(x, processes):
     class OddError(Exception):
         def __init__(self, a, b):
@@ -435,7 +462,7 @@ def test_interrupted(x):
     assert process.returncode
     assert err.count("Traceback") == 1, err  # of who called
     assert "KeyboardInterrupt" in err
-    assert "kept; the same call goes on" in err
+    assert "kept; the same call resumes" in err
     done = units_done()
     assert call(engine_calls.slowly, None).reused == done * UNIT
     assert_whole(x)

@@ -396,8 +396,7 @@ class Threads:
             for done in records:
                 tell(done.unit.rows, len(done.quarantined))
 
-        lasts = work.store.lasts
-        run_units(units, work.read, work.begin, work.write, written, work.stop, lasts)
+        run_units(units, work.read, work.begin, work.write, written, work.stop, work.store.lasts)
 
 
 @dataclass(frozen=True)

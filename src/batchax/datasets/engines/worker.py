@@ -277,6 +277,8 @@ def run_unit(attempts: Attempts, number: int, attempt: int = 0, given_up: str = 
             else:
                 computed = work.begin(unit, work.read(unit))()
             record = work.write(computed)
+            if record.quarantined:
+                attempts.check()  # a call that an outage ended has withdrawn such rows by then
             journal.append(replace(record, attempt=attempt))
             return Done(number, unit.rows, len(record.quarantined), time.monotonic() - begun)
     except Exception as error:
