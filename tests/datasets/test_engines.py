@@ -1,6 +1,5 @@
 """`map` on pools of processes, on Dask, and in shards: what comes of it is the same."""
 
-import contextlib
 import itertools
 import json
 import multiprocessing
