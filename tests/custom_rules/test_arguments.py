@@ -51,17 +51,6 @@ def test_defaults_come_by_position_and_keyword_only_arguments_by_name(vmap):
 
 
 @VMAPS
-def test_arguments_given_by_keyword_come_by_position_where_they_can(vmap):
-    g, noted = seen_by(lambda x, y: x - y)
-    xs = example((3,))
-    same(vmap(lambda x: g(y=x, x=2 * x))(xs), xs)
-    in_batched, args, kwargs = noted[0]
-    assert in_batched == [True, True]
-    assert not kwargs
-    same(args[0], 2 * xs)
-
-
-@VMAPS
 def test_what_is_known_reaches_function_and_rule_as_it_is(vmap):
     weights, table = np.ones(2, np.float32), jnp.arange(2.0)
     noted = []
@@ -87,14 +76,6 @@ def test_what_is_known_reaches_function_and_rule_as_it_is(vmap):
         assert count == 3
         assert w is weights
         assert t is table
-
-
-@VMAPS
-def test_none_and_empty_trees(vmap):
-    g, noted = seen_by(lambda x, mask, extra: x if mask is None else x * mask)
-    xs = example((3,))
-    same(vmap(lambda x: g(x, None, {}))(xs), xs)
-    assert noted[0][0] == [True, None, {}]
 
 
 @VMAPS
@@ -149,17 +130,6 @@ def test_methods(vmap):
     same(vmap(lambda x: Model.predict(Model(3.0), x))(xs), 30 * xs)
 
 
-def test_it_looks_like_the_function():
-    @bx.custom_vmap
-    def tidy(x):
-        """Tidies."""
-        return x
-
-    assert tidy.__name__ == "tidy"
-    assert tidy.__doc__ == "Tidies."
-    assert tidy.__wrapped__ is tidy.fun
-
-
 def test_outside_of_transformations_it_is_the_function():
     @bx.custom_vmap
     def f(x):
@@ -172,23 +142,6 @@ def test_outside_of_transformations_it_is_the_function():
 
     assert f(jnp.float32(-1.0)) == "negative"
     assert f(2.0) == 2.0
-
-
-@VMAPS
-def test_weak_types_and_results_that_are_numbers(vmap):
-    @bx.custom_vmap
-    def f(x):
-        return x, 1.5, True
-
-    @f.def_vmap
-    def rule(axis_size, in_batched, x):
-        return (x, 1.5, True), (True, False, False)
-
-    xs = example((3,))
-    got = vmap(f)(xs)
-    want = jax.vmap(lambda x: (x, 1.5, True))(xs)
-    same(got, want)
-    assert [jax.typeof(x).weak_type for x in got] == [jax.typeof(x).weak_type for x in want]
 
 
 @pytest.mark.parametrize(

@@ -42,16 +42,6 @@ def test_batches(vmap, threads, axes):
     same(jax.jit(lambda: run(vmap, f))(), run(jax.vmap, plain))
 
 
-@VMAPS
-@THREADS
-def test_several_axes(vmap, threads):
-    f = bx.host_function(moments, types, threads=threads)
-    run = lambda vmap, f: vmap(vmap(f, in_axes=({"x": 0}, None)), in_axes=({"x": None}, 0))(
-        {"x": example((4, 3))}, example((2, 3), seed=1)
-    )
-    same(run(vmap, f), run(jax.vmap, plain))
-
-
 def test_one_example_and_chunks():
     f = bx.host_function(moments, types)
     same(f({"x": example((3,))}, example((3,))), plain({"x": example((3,))}, example((3,))))
@@ -142,24 +132,3 @@ def test_results_that_do_not_fit(wrong, message):
 def test_wrong_options(make, error, message):
     with pytest.raises(error, match=message):
         make()
-
-
-def test_types_in_a_pytree_that_may_be_called():
-    @jax.tree_util.register_pytree_node_class
-    class Model:
-        def __init__(self, weight):
-            self.weight = weight
-
-        def __call__(self, x):
-            raise AssertionError("this is not a function of the arguments")
-
-        def tree_flatten(self):
-            return (self.weight,), None
-
-        @classmethod
-        def tree_unflatten(cls, _, children):
-            return cls(*children)
-
-    f = bx.host_function(lambda x: Model(x * 2), Model(jax.ShapeDtypeStruct((3,), jnp.float32)))
-    xs = example((4, 3), dtype=jnp.float32)
-    same(bx.vmap(f)(xs).weight, xs * 2)

@@ -2,10 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import batchax as bx
 
@@ -89,14 +87,6 @@ def test_in_chunks_such_a_rule_has_all_lanes(rule, batch_size):
     assert set(sizes) == {4}
 
 
-def test_in_chunks_and_a_loop():
-    f = with_rule(by_sums)
-    looped = lambda x: lax.fori_loop(0, 2, lambda i, c: f(c), x)
-    expected = jax.vmap(lambda x: plain(plain(x)), axis_name="lanes")(example((4, 2)))
-    for batch_size in (None, 2):
-        same(bx.vmap(looped, axis_name="lanes", batch_size=batch_size)(example((4, 2))), expected)
-
-
 @VMAPS
 def test_what_a_rule_is_told(vmap):
     told = []
@@ -122,11 +112,6 @@ def test_what_a_rule_is_told(vmap):
         (2, None, "devices", 1),
         (2, "lanes", "devices", 1),
     ]
-
-
-def test_a_name_by_position_is_not_given():
-    f = with_rule(lambda n, b, x, axis_name="mine": (x if axis_name == "mine" else None, True), abs)
-    same(bx.vmap(f, axis_name="lanes")(jnp.ones(2)), jnp.ones(2))
 
 
 @VMAPS
@@ -191,14 +176,31 @@ def test_the_index_of_a_lane_has_no_place_in_a_rule():
         bx.vmap(f, axis_name="lanes")(jnp.ones(3))
 
 
-def test_a_rule_with_a_name_on_shards():
-    mesh = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-    f, xs = with_rule(by_sums), example((4, 2))
-    run = lambda x: bx.vmap(f, axis_name="lanes")(x)
-    on_shards = jax.shard_map(
-        run, mesh=mesh, in_specs=P("devices"), out_specs=P("devices"), check_vma=False
-    )
-    half = lambda x: jax.vmap(plain, axis_name="lanes")(x)
-    want = jnp.concatenate([half(xs[:2]), half(xs[2:])])
-    same(on_shards(xs), want)
-    np.testing.assert_allclose(jax.jit(on_shards)(xs), want, rtol=1e-5)
+@VMAPS
+@pytest.mark.parametrize("in_axes", [0, None])
+def test_7047_collectives_in_derivatives_of_ones_own(vmap, in_axes):
+    """The argument may be the same for all lanes: nothing else says that there is an axis."""
+    xs = example((4, 3), seed=1)
+    given = xs if in_axes == 0 else xs[0]
+
+    @bx.custom_vmap
+    def summed(x):
+        return lax.psum(x, "lanes")
+
+    @summed.def_vmap
+    def rule(axis_size, in_batched, x, *, axis_name):
+        return x.sum(0), False
+
+    tripled = lambda x: 3 * lax.psum(x, "lanes")
+    summed.def_vjp(lambda x: (summed(x), None), lambda _, g: (tripled(g),))
+    plain = jax.custom_vjp(lambda x: lax.psum(x, "lanes"))
+    plain.defvjp(lambda x: (plain(x), None), lambda _, g: (tripled(g),))
+
+    def run(f, vmap):
+        each = lambda x: jax.value_and_grad(lambda x: jnp.sum(f(x) * jnp.arange(3.0)))(x)
+        return vmap(each, in_axes, axis_name="lanes", axis_size=4)(given)
+
+    same(run(summed, vmap), run(plain, jax.vmap))
+    values = vmap(summed, in_axes, axis_name="lanes", axis_size=4)(given)
+    total = xs.sum(0) if in_axes == 0 else 4 * xs[0]
+    same(values, jnp.broadcast_to(total, (4, 3)))

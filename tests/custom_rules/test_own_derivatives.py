@@ -169,15 +169,6 @@ def test_integers_keys_constants_and_trees(vmap):
     same(jax.jvp(total, (jnp.ones(3),), (jnp.ones(3),))[1], 9.0)
 
 
-def test_zero_cotangents():
-    f = bx.custom_vmap(lambda x, tree: x * tree["a"] * tree["b"][0])
-    f.def_vmap(lambda n, b, x, tree: (f.fun(x, tree), True))
-    f.def_vjp(lambda x, tree: (f(x, tree), x), lambda x, ct: (ct, {"a": None, "b": [2 * ct]}))
-    tree = {"a": jnp.ones(3), "b": [jnp.ones(3)]}
-    got = bx.vmap(jax.grad(f, (0, 1)))(jnp.ones(3), tree)
-    same(got, (jnp.ones(3), {"a": jnp.zeros(3), "b": [2 * jnp.ones(3)]}))
-
-
 @pytest.mark.parametrize(
     ("set_rule", "message"),
     [

@@ -128,24 +128,6 @@ def test_an_exception_in_a_rule_names_the_rule_and_the_call(vmap):
     assert any(frame.name == "broken_rule" for frame in frames)
 
 
-@VMAPS
-def test_no_rule(vmap):
-    @bx.custom_vmap
-    def ruleless(x):
-        return x
-
-    assert ruleless(1.0) == 1.0
-    with pytest.raises(bx.UnsupportedError, match=r"without a batching rule.*@ruleless\.def_vmap"):
-        vmap(ruleless)(jnp.ones(3))
-
-
-@VMAPS
-def test_function_that_returns_no_array(vmap):
-    f = with_rule(lambda n, b, x: (x, True), lambda x: {"y": (x, "text")})
-    with pytest.raises(bx.ArgumentTypeError, match=r"out\['y'\]\[1\] is of type str"):
-        vmap(f)(jnp.ones(3))
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -167,13 +149,6 @@ def test_collective_in_a_rule_that_does_not_ask_for_the_name():
         bx.vmap(with_rule(rule), axis_name="lanes")(jnp.ones(3))
     notes = "".join(caught.value.__notes__)
     assert "if it has a keyword-only parameter `axis_name`" in notes
-
-
-def test_a_name_that_is_misspelt_is_no_axis():
-    rule = lambda n, b, x: (misspelt(x), True)  # noqa: F821
-    with pytest.raises(NameError, match="misspelt") as caught:
-        bx.vmap(with_rule(rule), axis_name="lanes")(jnp.ones(3))
-    assert not any("axis_name" in note for note in caught.value.__notes__)
 
 
 @VMAPS

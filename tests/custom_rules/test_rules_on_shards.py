@@ -4,7 +4,6 @@ import contextlib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.custom_batching import custom_vmap as jax_custom_vmap
@@ -120,19 +119,6 @@ def test_vmap_of_shard_map(vmap, checked, which):
 
 @VMAPS
 @CHECKED
-def test_what_a_function_closes_over_on_shards(vmap, checked):
-    def run(x, w):
-        f = Telling(lambda x: plain(x, w), lambda x: ten(x, w))
-        return vmap(f.function)(x)
-
-    sharded = on_shards(run, checked)
-    same(jax.jit(sharded)(XS, W), ten(XS, W))
-    got = jax.jit(jax.grad(total(sharded), (0, 1)))(XS, W)
-    same(got, plainly(jax.grad(total(ten), (0, 1)), XS, W))
-
-
-@VMAPS
-@CHECKED
 @pytest.mark.each_commit(2)
 def test_sequential_vmap_and_chunks_on_shards(vmap, checked):
     run = on_shards(over_lanes(bx.sequential_vmap(plain), vmap), checked)
@@ -145,17 +131,6 @@ def test_sequential_vmap_and_chunks_on_shards(vmap, checked):
     got = jax.jit(jax.grad(total(run), (0, 1)))(XS, W)
     same(got, plainly(jax.grad(total(ten), (0, 1)), XS, W))
     assert f.seen == {(1, (True, False))}
-
-
-@VMAPS
-def test_host_functions_on_shards(vmap):
-    def on_host(x):
-        assert isinstance(x, np.ndarray)
-        return np.sin(x)
-
-    f = bx.host_function(on_host, lambda x: x, threads=2)
-    run = jax.shard_map(vmap(f), mesh=MESH, in_specs=P("d"), out_specs=P("d"), check_vma=False)
-    same(jax.jit(run)(XS), jnp.sin(XS))
 
 
 @jax_custom_vmap

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
@@ -116,6 +117,18 @@ def test_reverse_mode_keeps_arguments_only():
 
 
 @VMAPS
-def test_no_lanes(vmap):
-    f = bx.sequential_vmap(lambda x: 2 * x)
-    same(vmap(f)(jnp.ones((0, 3))), jnp.ones((0, 3)))
+def test_29996_a_loop_over_lanes_that_is_computed_while_compiling(vmap):
+    known = []
+
+    @jax.jit
+    def f(x):
+        with jax.ensure_compile_time_eval():
+            y = vmap(bx.sequential_vmap(jnp.cos))(jnp.arange(10.0))
+            known.append(np.asarray(y))  # has a value already
+            slope = jax.grad(lambda x: vmap(bx.sequential_vmap(jnp.sin))(x).sum())(jnp.arange(3.0))
+            known.append(np.asarray(slope))
+        return x + y
+
+    same(f(jnp.asarray(3.4)), 3.4 + jnp.cos(jnp.arange(10.0)))
+    same(known[0], jnp.cos(jnp.arange(10.0)))
+    same(known[1], jnp.cos(jnp.arange(3.0)))

@@ -202,14 +202,6 @@ def test_of_two_axes_the_rule_has_the_inner_one(outer, inner, which, derivative)
 
 
 @VMAPS
-def test_an_axis_that_reaches_nothing_is_not_told_of(vmap):
-    f = Telling(plain, ten)
-    got = jax.jit(vmap(lambda x, w: vmap(lambda s: s * f.function(x, w))(jnp.ones(5))))(XS, WS)
-    same(got, jnp.broadcast_to(ten(XS, WS)[:, None], (3, 5, 2)))
-    assert f.seen == {(3, BOTH)}
-
-
-@VMAPS
 @pytest.mark.parametrize("derivative", [lambda f: f, gradient], ids=["value", "grad"])
 def test_a_rule_that_calls_a_function_with_a_rule_reaches_that(vmap, derivative):
     second = Telling(ten, lambda x, w: 7 * ten(x, w))
@@ -282,17 +274,3 @@ def test_of_a_batch_of_what_it_closes_over_a_rule_is_not_told(vmap, derivative):
     agree(vmap(derivative(one)), jax.vmap(derivative(plain)), XS, WS)
     assert len(seen) >= 2
     assert not any(seen)
-
-
-@VMAPS
-def test_a_gradient_for_each_lane_is_a_batch_of_what_it_closes_over(vmap):
-    f = []
-
-    def one(x, w):
-        f.append(closing(w))
-        return jnp.sum(f[-1].function(x))
-
-    value, got = vmap(jax.value_and_grad(one, 1), (0, None))(XS, W)
-    same(value, ten(XS, W).sum(1))  # of the value it is not
-    same(got, plainly(jax.vmap(jax.grad(lambda w, x: plain(x, w).sum()), (None, 0)), W, XS))
-    assert f[-1].seen == {(3, (True,))}

@@ -10,7 +10,6 @@ import pytest
 import batchax as bx
 
 from support.compiled import compilations
-from support.known_lengths import with_known_lengths
 from support.mistakes import check_raises, raising
 from support.rows import ragged
 
@@ -109,19 +108,6 @@ def test_splitting_and_joining_have_derivatives_without_a_scatter():
     np.testing.assert_allclose(jax.grad(loss)(x.data), expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(x.data), expected, rtol=1e-5, atol=1e-6)
     assert "scatter" not in str(jax.make_jaxpr(jax.grad(loss))(x.data))
-
-
-def test_what_is_computed_in_buckets_by_hand_is_joined_in_row_order():
-    x = ragged(2, lengths=LENGTHS)
-    buckets = bx.bucket(x, 3)
-    parts = buckets.split(x)
-    run = with_known_lengths(bx.vmap(lambda r: (r.sum(0), r[1:])))
-    sums, shorter = map(buckets.join, zip(*map(run, parts), strict=True))
-    rows = jax.device_get(x).rows()
-    np.testing.assert_allclose(sums, [row.sum(0) for row in rows], rtol=1e-5)
-    for mine, row in zip(jax.device_get(shorter).rows(), rows, strict=True):
-        np.testing.assert_array_equal(mine, row[1:])
-    np.testing.assert_allclose(bx.vmap(lambda r: r.sum(0))(parts[0]), sums[buckets.rows[0]])
 
 
 # A function run in buckets.

@@ -229,35 +229,6 @@ def test_no_lanes_and_no_elements():
         assert bx.vmap(lambda x: bx.unique(x).sum())(x).shape == (len(x),)
 
 
-def test_kinds_of_elements():
-    there = X > 0
-    keys = jax.random.split(jax.random.key(0), (5, 6))
-    got = bx.vmap(lambda m, k, c: (bx.compress(m, k), bx.compress(m, c)))(there, keys, X + 1j)
-    same(jax.random.key_data(got[0].data), jax.random.key_data(keys[there]))
-    same(got[1].data, jnp.asarray(X + 1j)[there])
-    tokens = bx.vmap(lambda m, x: bx.compress(m, x, axis=0))(there, jnp.stack([X, -X], 2))
-    same(tokens.data, np.stack([X, -X], 2)[there])
-
-
-def test_indices_into_all_that_was_found_but_one():
-    reads = lambda x: positive(x)[1:][jnp.array([0, -1, 9])]
-    got = bx.vmap(reads)(X)
-    for y, x in zip(got, X, strict=True):
-        rest = x[x > 0][1:]
-        expected = reads_alone(rest) if len(rest) else np.full(3, np.nan)
-        np.testing.assert_array_equal(y, expected)
-
-
-def reads_alone(rest):
-    return rest[[0, -1, len(rest) - 1]]  # an index beyond the end is the last one
-
-
-def test_a_message_says_what_sizes_are_that_were_found():
-    with pytest.raises(TypeError, match="found0_6") as caught:
-        bx.vmap(lambda x: positive(x) + positive(2 * x))(X)
-    assert any("batchax.compress" in note for note in caught.value.__notes__)
-
-
 REFUSED = {
     "a size that it finds as a number": lambda x: jnp.gradient(positive(x)),
     r"a size that it finds as a number.* `len": lambda x: len(positive(x)),

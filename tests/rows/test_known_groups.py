@@ -9,7 +9,7 @@ from jax import lax
 import batchax as bx
 
 from support.oracle import example
-from support.rows import attend, check_rows, images, ragged
+from support.rows import attend, check_rows, images
 
 WEIGHTS = jnp.linspace(-1, 1, 6).reshape(3, 2)
 TAIL = np.minimum(np.random.default_rng(0).lognormal(3.2, 0.8, 96), 256).astype(int) + 1
@@ -40,17 +40,6 @@ IMAGES = {
 @pytest.mark.each_commit(2)
 def test_images_in_groups_are_those_of_a_loop(name, free_groups):
     check_rows(IMAGES[name], images(2, shapes=SHAPES), traced=False, in_axes=bx.ragged("h", "w"))
-
-
-def test_pairs_and_another_size_beside_images(free_groups):
-    def f(image, words):  # of shapes (h, w) and (w, 3)
-        scores = jax.nn.softmax(image @ words, 0)
-        return scores @ scores.T, scores.T @ jnp.sin(image), image.T @ image
-
-    y = ragged(3, lengths=[w for _, w in SHAPES])
-    check_rows(
-        f, images(shapes=SHAPES), y, traced=False, in_axes=(bx.ragged("h", "w"), bx.ragged("w"))
-    )
 
 
 def program(fun, x, **options):

@@ -63,20 +63,6 @@ def test_what_has_that_size_is_rows(run):
                 same(jax.lax.slice_in_dim(row, 0, int(n), axis=row.ndim - 1), e)
 
 
-@pytest.mark.parametrize("run", [lambda f: f, jax.jit])
-def test_shared_with_rows_of_the_same_name(run):
-    rows = bx.Ragged.from_rows([example((n,), seed=n) for n in SIZES])
-
-    def fun(n, row):
-        return (row * jnp.arange(n)).sum()
-
-    for axes in ((N, bx.ragged("n")), (bx.ragged("n"), N)):
-        in_order = fun if axes[0] is N else lambda row, n: fun(n, row)
-        args = (SIZES, rows) if axes[0] is N else (rows, SIZES)
-        expected = jnp.stack([(row * jnp.arange(len(row))).sum() for row in rows.rows()])
-        same(run(bx.vmap(in_order, axes))(*args), expected)
-
-
 def test_beside_keys_and_in_nests():
     draw = lambda key, n: jax.random.normal(key, (4,))[:n].sum()
     small = np.minimum(SIZES, 4)
@@ -117,15 +103,6 @@ def test_results_of_equal_sizes_as_rows(options):
         same(got["sum"], x.sum((1, 2)))
     loss = lambda x: (batched(x)["rows"].data ** 2).sum()
     same(jax.grad(loss)(x), jax.grad(lambda x: (jnp.sin(x) ** 2).sum())(x))
-
-
-def test_rows_stay_rows_and_meet_dense_ones():
-    rows = bx.Ragged.from_rows([example((n,), seed=n) for n in (2, 3)])
-    fun = lambda row: (row * 2, jnp.stack([row.sum(), row.sum()]))
-    doubled, sums = bx.vmap(fun, 0, bx.ragged("n"))(rows)
-    for got, row in zip(doubled.rows(), rows.rows(), strict=True):
-        same(got, row * 2)
-    same(sums.to_padded(), jnp.stack([jnp.full(2, row.sum()) for row in rows.rows()]))
 
 
 ANY = jax.export.symbolic_shape("b")

@@ -77,13 +77,6 @@ def test_rows_without_elements():
     check_rows(lambda x: attend(jnp.log(jnp.abs(x))), x, ways=BOTH)
 
 
-def test_data_of_other_sizes_with_the_same_lengths():
-    x, y = ragged(3), ragged(3, seed=1, poison=False)
-    named = bx.ragged("n")
-    check_rows(lambda x, y: jnp.sin(x * y).sum(0), x, y, traced=False)
-    check_rows(lambda x, y: jnp.sin(x * y), x, y, in_axes=(named, named))
-
-
 def chosen(fun, *, rows=64, bound=100, total=1000):
     """The layouts of the regions that a function of a row of shape (n, 3) runs in."""
     (n,) = jax.export.symbolic_shape("n")
@@ -102,22 +95,6 @@ def test_each_part_of_a_function_has_the_layout_that_costs_less():
     assert chosen(attend) == ["padded"]
     wide = lambda x: jnp.tanh(x @ jnp.ones((3, 300))) @ jnp.ones((300, 3))
     assert chosen(lambda x: wide(attend(wide(x)))) == ["packed", "padded", "packed"]
-
-
-def test_a_long_program_has_its_layouts_chosen():
-    def f(x):
-        for _ in range(300):
-            x = x * x + jnp.sin(x @ WEIGHTS)
-        return attend(x * x)
-
-    assert chosen(f) == ["packed", "padded"]
-
-
-def test_a_layout_that_there_is_not():
-    with pytest.raises(bx.OptionError, match=r'must be "auto", "packed".*mean "padded"'):
-        bx.vmap(attend, layout="dense")
-    with pytest.raises(bx.ArgumentTypeError, match="does not go with batch_size"):
-        bx.vmap(attend, layout="packed", batch_size=2)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded", "auto"])

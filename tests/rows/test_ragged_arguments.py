@@ -9,7 +9,7 @@ import batchax as bx
 
 from support.mistakes import check_raises, raising
 from support.oracle import same
-from support.rows import LENGTHS, attend, check_rows, ragged
+from support.rows import attend, check_rows, ragged
 
 WEIGHTS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 3)), float)
 X = ragged(3)
@@ -22,23 +22,6 @@ IMAGES = bx.Ragged(np.ones(10), ([2, 1], [3, 4]), axis=(0, 1))
 def test_rows_in_chunks(batch_size):
     f = lambda x, w: (attend(x @ w).sum(0), x[1:] * 2)
     check_rows(f, X, WEIGHTS, in_axes=(0, None), batch_size=batch_size)
-
-
-def test_rows_in_chunks_of_arrays_with_more_room_and_with_less():
-    x, n = np.asarray(X.data)[: sum(LENGTHS)], bx.ragged("n")
-    few, much = (bx.Ragged(np.pad(x, ((0, k), (0, 0))), X.lengths, X.max_length) for k in (0, 5))
-    batched = jax.jit(bx.vmap(lambda x, y: (x * y).sum(0), in_axes=n, batch_size=2))
-    expected = np.stack([(row**2).sum(0) for row in np.split(x, np.cumsum(LENGTHS)[:-1])])
-    for pair in ((few, much), (much, few)):
-        same(batched(*pair), expected)
-
-
-def test_collectives_over_the_rows():
-    f = lambda x: x - jax.lax.pmean(x.mean(), "rows")
-    got = bx.vmap(f, axis_name="rows")(X)
-    middle = jnp.stack([row.mean() for row in X.rows()]).mean()
-    for mine, row in zip(got.rows(), X.rows(), strict=True):
-        same(mine, row - middle)
 
 
 def test_trees_keywords_and_names():

@@ -142,25 +142,7 @@ def test_keys_of_rows_that_are_all_empty_are_rows_too():
     assert (again.data.shape, again.dtype) == ((0,), x.dtype)
 
 
-def test_a_bound_is_the_longest_row_or_what_data_has_room_for_where_lengths_are_traced():
-    data = values((9,))
-    assert bx.Ragged(data, LENGTHS).max_length == 3
-    assert bx.Ragged(data, jnp.array(LENGTHS)).max_length == 3
-    assert bx.Ragged(data, LENGTHS, 5).max_length == 5
-    assert jax.jit(bx.Ragged)(data, jnp.array(LENGTHS)).max_length == 9
-    assert bx.Ragged(data, LENGTHS).with_max_length(7).max_length == 7
-
-
 # What a Ragged goes through as a tree of arrays.
-
-
-def through_npz(x, path):
-    leaves, structure = jax.tree_util.tree_flatten_with_path(x)
-    np.savez(path, **{jax.tree_util.keystr(keys): leaf for keys, leaf in leaves})
-    with np.load(path) as saved:
-        names = [jax.tree_util.keystr(keys) for keys, _ in leaves]
-        assert names == [".data", ".lengths"]
-        return jax.tree.unflatten(structure, [saved[name] for name in names])
 
 
 WAYS = {
@@ -179,11 +161,6 @@ def test_a_ragged_is_the_same_after(name, axis):
     same_ragged(WAYS[name](x), x)
 
 
-def test_a_ragged_is_the_same_after_a_file_of_its_leaves_by_name(tmp_path):
-    x = example(2, max_length=4)
-    same_ragged(through_npz(x, tmp_path / "saved.npz"), x)
-
-
 def test_trees_may_hold_placeholders_in_place_of_arrays():
     x = example(2)
     for leaf in (object(), None, "a", 1):
@@ -192,22 +169,6 @@ def test_trees_may_hold_placeholders_in_place_of_arrays():
     shapes = jax.eval_shape(lambda x: x, x)
     assert shapes.data.shape == (6, 2)
     assert repr(shapes) == "Ragged(4 rows of float32[n, 2], lengths=unknown, max_length=3)"
-
-
-def test_known_lengths_stay_known_where_a_ragged_is_closed_over():
-    for lengths in (np.array(LENGTHS), jnp.array(LENGTHS)):
-        x = bx.Ragged(jnp.arange(6.0), lengths)
-
-        @jax.jit
-        def of_rows(x=x):
-            again = bx.Ragged.from_offsets(x.data, x.offsets)
-            padded = bx.Ragged.from_padded(x.to_padded(), x.lengths)
-            made = bx.Ragged(x.data, jnp.array(x.lengths))  # traced: an operation on lengths
-            assert isinstance(made.lengths, jax.core.Tracer)
-            return [r.sum() for r in (*again.rows(), *padded.rows(), x[2])]
-
-        got = of_rows()
-        np.testing.assert_array_equal(got, [1, 0, 9, 5, 1, 0, 9, 5, 9])
 
 
 # Derivatives.
@@ -246,21 +207,6 @@ def test_a_stack_of_batches_is_none(use):
         use(stacked)
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_making_and_padding_rows_have_the_derivatives_of_moving_elements(traced):
-    padded = jnp.asarray(values((4, 3, 2)))
-
-    def loss(padded, lengths):
-        x = bx.Ragged.from_padded(padded, lengths)
-        return (x.data**2).sum() + (x.to_padded(np.inf)[:, :0] ** 2).sum()
-
-    gradient = jax.grad(loss)
-    lengths = jnp.array(LENGTHS)
-    got = jax.jit(gradient)(padded, lengths) if traced else gradient(padded, LENGTHS)
-    mask = np.arange(3)[None, :, None] < np.array(LENGTHS)[:, None, None]
-    np.testing.assert_allclose(got, np.where(mask, 2 * padded, 0), rtol=1e-6)
-
-
 # Lengths that are wrong: where they are traced, what happens is documented.
 
 BAD = {
@@ -287,24 +233,6 @@ def test_bad_lengths_that_are_traced_are_clipped(name):
     np.testing.assert_array_equal(offsets, meant.offsets)
     np.testing.assert_array_equal(sums, [row.sum() for row in meant])
     np.testing.assert_array_equal(counts, [len(row) for row in meant])
-
-
-@pytest.mark.parametrize("bound", [None, 2, 7])
-def test_bad_lengths_of_padded_rows_that_are_traced_are_clipped(bound):
-    padded = jnp.arange(1.0, 13.0).reshape(4, 3)
-    lengths = jnp.array([9, -1, 2, 3])
-    make = jax.jit(lambda p, n: bx.Ragged.from_padded(p, n, bound))
-    x = make(padded, lengths)
-    most = min(3, bound or 3)
-    for row, whole, n in zip(x.rows(), padded, np.clip(lengths, 0, most), strict=True):
-        np.testing.assert_array_equal(row, whole[:n])
-
-
-def test_bad_offsets_that_are_traced_never_go_back_nor_past_the_end():
-    flat = jnp.arange(6.0)
-    x = jax.jit(bx.Ragged.from_offsets)(flat, jnp.array([1, 3, 2, 5, 9]))
-    for row, expected in zip(x.rows(), [[1, 2], [], [3, 4], [5]], strict=True):
-        np.testing.assert_array_equal(row, expected)
 
 
 # How it is shown.

@@ -145,17 +145,3 @@ def test_functions_and_results_are_plain_dicts():
     assert set(kinds) == {dict}
     assert type(jax.tree.map(lambda r: r.data, batch, is_leaf=is_rows)) is dict
     assert type(batch | {}) is type({} | batch) is type(batch.copy()) is RaggedDict
-
-
-def test_a_wrong_prefix_speaks_of_a_dict():
-    with pytest.raises(bx.AxisError, match=r"row is a dict with keys \['w', 'x'\]"):
-        bx.vmap(lambda row: 0.0, in_axes=({"x": 0},))(bx.Ragged.from_rows(ROWS))
-
-
-def test_changed_lengths_on_the_host_are_not_overwritten():
-    """Lengths that a transformation changed in one entry stay, where their values are at hand."""
-    batch = bx.Ragged.from_rows([{"x": np.ones(2), "w": np.ones(2)}] * 2)
-    change = lambda path, x: x - 1 if str(path) == str(changed) else x
-    changed = jax.tree_util.tree_flatten_with_path(batch)[0][3][0]
-    again = jax.tree_util.tree_map_with_path(change, batch)
-    assert (again["w"].lengths.tolist(), again["x"].lengths.tolist()) == ([2, 2], [1, 1])

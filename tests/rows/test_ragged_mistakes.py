@@ -126,17 +126,6 @@ def test_an_axis_of_another_type_for_an_array_names_the_output():
             call()
 
 
-def test_a_list_of_rows_is_told_from_a_tree_of_batches():
-    rows = [jnp.ones((n, 2)) for n in (3, 5, 2)]
-    hint = r"pass batchax\.Ragged\.from_rows\(x\['x'\]\)"
-    with pytest.raises(bx.AxisError, match=hint):
-        bx.vmap(lambda w, x: w)(jnp.ones(3), {"x": rows})
-    for others in ([rows[0], jnp.ones((4, 3))], {"a": rows[0], "b": rows[1]}):
-        with pytest.raises(bx.AxisError) as caught:
-            bx.vmap(lambda x: 1.0)(others)
-        assert "from_rows" not in str(caught.value)
-
-
 @pytest.mark.parametrize("spec", [P(), P("d"), P(None, "d")], ids=str)
 def test_rows_on_a_mesh_that_types_tell_of(spec):
     """They run where they are whole on each device; else the argument is named."""
@@ -164,14 +153,6 @@ def test_lists_of_numbers_are_told_from_arrays():
     ):
         with pytest.raises(bx.AxisError, match=hint):
             bx.vmap(lambda x: x)(batch)
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["lengths known", "traced"])
-def test_rows_that_differ_in_length_are_named_where_they_meet(wrap):
-    x, y = ragged(lengths=[3, 5]), ragged(lengths=[2, 5])
-    named = r"(?s)x: n elements.*\n  y: m elements.*JAX says: add got"
-    with pytest.raises(TypeError, match=named):
-        wrap(bx.vmap(lambda x, y: x + y))(x, y)
 
 
 def test_a_reshape_to_another_number_of_elements_is_refused_as_alone():

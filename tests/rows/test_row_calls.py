@@ -247,25 +247,6 @@ def test_a_derivative_rule_that_needs_a_length_as_a_number(kind, change):
             np.testing.assert_allclose(got, row, rtol=1e-5)
 
 
-def test_a_checkpoint_stays_one():
-    def row(x):
-        return jax.checkpoint(lambda x: jnp.sin(x @ WEIGHTS).sum(0), prevent_cse=False)(x)
-
-    staged = jax.make_jaxpr(bx.vmap(row, layout="padded"))(ragged(3))
-    kept = [eqn for eqn in staged.jaxpr.eqns if eqn.primitive.name in ("remat2", "checkpoint")]
-    assert [eqn.params["prevent_cse"] for eqn in kept] == [False]
-
-
-def test_the_length_of_a_row_in_a_call_is_its_own_where_rows_are_packed():
-    over_length = jax.custom_jvp(lambda x: x / x.shape[0])
-    over_length.defjvp(lambda p, t: (over_length(*p), 4 * t[0]))
-    doubled = jax.custom_jvp(lambda x: 2 * x)
-    doubled.defjvp(lambda p, t: (doubled(*p), t[0] * p[0].shape[0]))
-    kept = jax.checkpoint(lambda x: x * x.shape[0])
-    fun = lambda x: (over_length(x), doubled(x), kept(x))
-    check_rows(fun, ragged(2), layout="packed", rules=True)
-
-
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
 def test_a_rule_that_closes_over_a_value_of_the_row_is_refused_with_the_way_out(kind):
     def row(x):

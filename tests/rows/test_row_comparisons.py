@@ -1,8 +1,6 @@
 """What a function asks of its row's size is answered as for the row alone, or refused."""
 
-import copy
 import functools
-import math
 import re
 from collections import Counter
 
@@ -112,14 +110,6 @@ def test_a_question_that_rows_answer_differently_is_refused_where_lengths_are_tr
     assert program.out_avals[0].shape == (4,)
 
 
-@pytest.mark.usefixtures("longer_rows")
-@pytest.mark.parametrize("name", ["kept", "hashed", "remembered", "known to jit alone"])
-def test_a_hash_is_refused_as_what_it_is(name):
-    with pytest.raises(UnsupportedError, match="traced: the size n is hashed, as a key") as caught:
-        jax.make_jaxpr(bx.vmap(as_number(QUESTIONS[name])))(ragged(3))
-    assert "comparisons" not in str(caught.value).replace(__file__, "")
-
-
 def test_where_lengths_are_known_each_row_has_its_own_answers():
     every = lambda x: jnp.stack([jnp.float32(question(x)) for question in QUESTIONS.values()])
     x = ragged(3)
@@ -132,15 +122,6 @@ def test_a_question_that_all_rows_answer_alike_is_answered():
     every = lambda x: [as_number(question)(x) for question in ANSWERED.values()]
     check_rows(every, ragged(3), derivatives=False)
     check_rows(every, ragged(3), derivatives=False, traced=False)
-
-
-def test_rows_that_are_known_to_answer_alike_need_no_groups():
-
-    fun = lambda x: x.sum(0) / max(x.shape[0], 1) if x.shape[0] != 2 else x.sum(0)
-    check_rows(fun, ragged(3), traced=False)
-    x = ragged(3)
-    program = jax.make_jaxpr(lambda data: bx.vmap(fun, layout="padded")(x.with_data(data)))(x.data)
-    assert "[4,7,3]" in str(program)
 
 
 @pytest.mark.usefixtures("longer_rows")
@@ -199,29 +180,6 @@ def test_two_sizes_are_compared_row_by_row():
         jax.make_jaxpr(bx.vmap(fun))(x, y)
     named = bx.vmap(fun, in_axes=(bx.ragged("n"), bx.ragged("n")))
     jax.make_jaxpr(named)(x, x.with_data(2 * x.data))
-
-
-def test_what_is_computed_from_sizes_answers_as_they_do():
-    made = [
-        lambda n, m: [n + 1, 1 + n, n - 1, 9 - n, n * 2, 2 * n, n * m, n + m, -n, n**2],
-        lambda n, m: [n // 2, 9 // n, n % 2, 9 % n, *divmod(n, 2), *divmod(9, n)],
-        lambda n, m: [n.max(m), n.rmax(2), n.min(m), n.rmin(2), copy.deepcopy(n), 0 + n, n // m],
-        lambda n, m: [
-            jax.core.max_dim(n, 2),
-            jax.core.min_dim(m, n),
-            math.prod((n, 3)),
-            sum((n, m)),
-        ],
-    ]
-
-    def fun(x, y):
-        n, m = x.shape[0], y.shape[0]
-        sizes = [size for make in made for size in make(n, m)]
-        sizes += [jnp.concatenate([x, x]).size, jnp.outer(x, y).size, x[1:].shape[0]]
-        assert {type(size) for size in sizes} == {type(n)}
-        return x.sum()
-
-    jax.make_jaxpr(bx.vmap(fun))(ragged(), ragged(lengths=(5, 1, 4, 3)))
 
 
 SUMS = {

@@ -48,27 +48,6 @@ def test_a_row_is_computed_as_if_alone(name):
     check_rows(FUNCTIONS[name], rows(3), layout="grouped", **ways)
 
 
-def test_lanes_may_be_along_another_axis():
-    x, lanes = rows(), jnp.arange(18.0).reshape(3, 6)
-    got = grouped(lambda x, lane: x[0] * lane, in_axes=(0, 1), out_axes=1)(x, lanes)
-    expected = np.stack([x[i][0] * lanes[:, i] for i in range(6)], 1)
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
-
-
-def test_random_keys_and_integers_come_in_groups_too():
-    keys = bx.Ragged(jax.random.split(jax.random.key(0), 20), LENGTHS)
-    draw = lambda keys: jax.random.uniform(keys[-1], (2,))
-    got = grouped(draw)(keys)
-    for i in range(6):
-        np.testing.assert_array_equal(got[i], draw(keys[i]))
-    lanes = jax.random.split(jax.random.key(1), 6)
-    shuffle = lambda key, x: jax.random.permutation(key, x)
-    x = rows(dtype=np.int32)
-    got = grouped(shuffle)(lanes, x)
-    for i in range(6):
-        np.testing.assert_array_equal(got[i], shuffle(lanes[i], x[i]))
-
-
 @pytest.mark.parametrize("transformation", ["jit", "vmap", "jax.vmap", "grad of grad"])
 def test_groups_are_made_under_other_transformations_where_lengths_are_known(transformation):
     x = rows(3)
@@ -151,27 +130,6 @@ def test_none_is_for_what_all_rows_share():
         grouped(lambda x: (x.sum(), len(x)), out_axes=(0, None))(x)
 
 
-@pytest.mark.parametrize("position", [0, 1, -1])
-def test_the_axis_of_the_rows_goes_where_out_axes_says(position):
-    x = rows(3)
-    got = grouped(lambda x: jnp.outer(x[0], x.sum(0))[:2], out_axes=position)(x)
-    expected = jnp.stack([jnp.outer(r[0], r.sum(0))[:2] for r in x.rows()], position)
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
-
-
-def test_the_size_of_the_axis_is_the_number_of_rows():
-    got = grouped(lambda x: x.sum() * jax.lax.psum(1, "rows"), axis_name="rows")(rows())
-    np.testing.assert_allclose(got, [6 * row.sum() for row in rows()], rtol=1e-5)
-
-
-def test_chunks_of_rows_are_those_of_each_group():
-    x = rows(3)
-    fun = lambda x: (jnp.fft.fft(x, axis=0).real, x.sum())
-    whole, parts = grouped(fun)(x), grouped(fun, batch_size=2)(x)
-    np.testing.assert_allclose(whole[0].data, parts[0].data, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(whole[1], parts[1], rtol=1e-5)
-
-
 def refused(fun, **options):
     return lambda: grouped(fun, **options)(rows())
 
@@ -232,16 +190,6 @@ def test_what_a_function_raises_for_a_length_no_row_has_does_not_matter():
     total, same = grouped(fun)(rows())
     assert total.shape == (6,)
     np.testing.assert_array_equal(same.data, rows().data[:20])
-
-
-def test_what_a_function_raises_for_a_row_is_raised():
-    def fun(x):
-        if len(x) == 5:
-            raise RuntimeError("not five")
-        return x
-
-    with pytest.raises(RuntimeError, match="not five"):
-        grouped(fun)(rows())
 
 
 # Taking apart and putting together.

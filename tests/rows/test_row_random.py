@@ -46,20 +46,6 @@ def test_bits_are_those_of_the_row_alone(shape):
     check(of_each_width, KEYS, ragged(3), derivatives=False)
 
 
-@pytest.mark.parametrize("layout", ["auto", "packed"])
-@pytest.mark.each_commit(1)
-def test_draws_do_not_depend_on_the_layout(layout):
-    def run(key, x):
-        shared = jax.random.bits(jax.random.key(1), x.shape)
-        return (
-            jnp.sin(x) * jax.random.uniform(key, x.shape),
-            shared,
-            data_of(jax.random.split(key, x.shape[0])),
-        )
-
-    check_rows(run, KEYS, ragged(3), layout=layout, derivatives=False)
-
-
 DRAWS = {
     "normal": jax.random.normal,
     "bernoulli": lambda key, shape: jax.random.bernoulli(key, 0.3, shape),
@@ -97,15 +83,6 @@ OF_ROWS = {
 
 def test_draws_by_elements_of_the_row_are_those_of_the_row_alone():
     check_all(OF_ROWS, KEYS, ragged(3), derivatives=False)
-
-
-def test_noise_and_dropout_have_the_derivatives_of_the_row_alone():
-    def noisy(key, x):
-        kept = jax.random.bernoulli(key, 0.5, x.shape)
-        return x * jax.random.normal(key, x.shape), jnp.where(kept, jnp.log(jnp.abs(x)), 0).sum()
-
-    near = dict(rtol=1e-5, atol=1e-5)
-    check(noisy, KEYS, ragged(3, lengths=(3, 0, 2, 3)), tolerance=near)
 
 
 def test_the_parameters_of_gamma_may_be_ragged():

@@ -108,31 +108,9 @@ def test_where_rows_are(told):
         assert {v.dtype for v in (offsets, own, ids)} == {np.dtype("int32")}
 
 
-@pytest.mark.parametrize("lengths", [(), (0, 0)])
-def test_no_elements(norms, lengths):
-    x = bx.Ragged(jnp.ones((0, 3)), np.array(lengths, np.int32), 4)
-    axes = (0, None, None)
-    total, weights, shared = bx.vmap(norms, axes, out_axes=(0, 0, bx.AUTO))(x, W, 2.0)
-    assert total.tolist() == [0.0] * len(lengths)
-    assert weights.data.shape == (0,)
-    same(shared, jnp.sin(W).sum())
-
-
 def test_on_devices(norms, told):
     check_rows(norms, ragged(3, lengths=LENGTHS), W, S, in_axes=(0, None, 0), mesh="all")
     assert told
-
-
-def test_around_and_inside(norms, told):
-    """Further vmaps around rows, and one inside, whose lanes are no rows"""
-    x = ragged(3, lengths=LENGTHS)
-    ws = jnp.stack([W, 2 * W, W + 1])
-    of_w = lambda w: bx.vmap(norms, (0, None, 0))(x, w, S)[0]
-    expected = jnp.stack([of_w(w) for w in ws])
-    same(bx.vmap(of_w)(ws), expected)
-    same(jax.jit(jax.vmap(of_w))(ws), expected)
-    inside = bx.vmap(lambda x, s: bx.vmap(norms, (None, 0, None))(x, ws, s)[0])
-    same(inside(x, S), expected.T)
 
 
 def test_of_closed_over(told):

@@ -244,40 +244,8 @@ def test_a_function_that_was_looked_up_before_is_told_of():
         jax.make_jaxpr(bx.vmap(lambda x: interp(x, x, x)))(ragged(lengths=(2, 4)))
 
 
-def test_what_is_mapped_is_not_looked_up():
-    x = ragged(lengths=(2, 4, 1))
-    for f in (jnp.fft.irfft, jnp.cov, lambda x: jnp.interp(x[:1], x, x)):
-        out = jax.jit(bx.vmap(f))(x)
-        rows = out.rows() if isinstance(out, bx.Ragged) else out
-        for y, row in zip(rows, x.rows(), strict=True):
-            np.testing.assert_allclose(y, f(row), rtol=1e-5)
-
-
 def test_a_covariance_of_no_observations_is_none():
     check_rows(lambda x: jnp.cov(x), ragged(lengths=(3, 0, 1)), derivatives=False)
-
-
-def test_parts_of_one_size_are_of_rows_that_have_so_many():
-    x = bx.Ragged(np.zeros(40), [4, 36])
-    with pytest.raises(bx.UnsupportedError, match=r"\(<lambda>\).*slice the row instead"):
-        jax.jit(bx.vmap(lambda x: jnp.split(x, 2)))(x)
-
-
-def groups_of_elements(x):
-    n = jnp.asarray(x.shape[0], jnp.int32)
-    sizes = jnp.stack([jnp.minimum(n, 2), jnp.maximum(n - 2, 0)])
-    weights = np.sin(np.arange(6)).reshape(2, 1, 3).astype(x.dtype)
-    of_three = jnp.array([1, 2, 0], jnp.int32)
-    a_group_each = jnp.ones_like(x, dtype=jnp.int32)
-    return {
-        "free": jax.lax.ragged_dot(x[:, None], weights, sizes),
-        "contracted": jax.lax.ragged_dot(weights[0].T * x, jnp.stack([x[:, None]] * 3), of_three),
-        "groups": jax.lax.ragged_dot(x[:, None], x[:, None, None], a_group_each),
-    }
-
-
-def test_products_with_groups_of_elements():
-    check_rows(groups_of_elements, ragged(lengths=(3, 1)))
 
 
 MISTAKES = {
@@ -293,23 +261,6 @@ def test_a_mistake_for_rows_of_any_length_is_what_it_is(name):
     with pytest.raises(error) as caught:
         jax.make_jaxpr(bx.vmap(fun))(ragged(lengths=(2, 4)))
     assert not isinstance(caught.value, bx.BatchaxError)
-
-
-def test_functions_of_jax_are_its_own_again_after_a_call():
-    functions = jax.random.permutation, jax.lax.associative_scan
-    seen = []
-
-    def f(x):
-        seen.append(jax.random.permutation is not functions[0])
-        return jax.random.permutation(jax.random.key(0), x), lax.associative_scan(jnp.add, x)
-
-    x = ragged(lengths=(2, 3))
-    jax.jit(bx.vmap(f))(x)
-    with pytest.raises(ZeroDivisionError):
-        bx.vmap(lambda x: x[1 // 0])(x)
-    assert seen[0]
-    assert functions == (jax.random.permutation, jax.lax.associative_scan)
-    assert pickle.loads(pickle.dumps(functions)) == functions
 
 
 def in_another_thread(call):
@@ -361,23 +312,6 @@ def test_a_program_with_symbolic_sizes_beside_rows_that_are_staged():
     assert got.data.shape[0] == 8
     assert expected == program() == seen[0]
     assert seen[1] == (True, expected)
-
-
-def test_what_was_found_while_rows_were_staged_is_jaxs_for_others():
-    found = []
-
-    def of_others():
-        jax.eval_shape(bx.vmap(lambda x: lax.associative_scan(jnp.add, x)), rows)
-        return found[0](jnp.add, jnp.arange(4))
-
-    def f(x):
-        found.append(lax.associative_scan)
-        before = in_another_thread(of_others)
-        return found[0](jnp.add, x), lax.associative_scan(jnp.add, x), before
-
-    rows = ragged(lengths=(2, 3))
-    jax.eval_shape(bx.vmap(f), rows)
-    assert found[0](jnp.add, jnp.arange(4)).tolist() == [0, 1, 3, 6]
 
 
 def test_a_function_that_is_replaced_while_rows_are_staged_stays_replaced(monkeypatch):

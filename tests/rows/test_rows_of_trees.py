@@ -70,16 +70,6 @@ def test_unstack_beside_arrays():
         bx.unstack({**batch, "y": jnp.arange(3)})
 
 
-def test_other_axes_and_lists():
-    pair = [(jnp.ones((2, n)), jnp.ones((1, n))) for n in (3, 4)]
-    x, y = bx.Ragged.from_rows(pair, axis=1)
-    assert (x.shape, y.shape) == ((2, 2, None), (2, 1, None))
-    lists = bx.Ragged.from_rows([[1.0, 2.0], [3.0]])
-    assert lists.data.tolist() == [1.0, 2.0, 3.0]
-    points = bx.Ragged.from_rows([[np.ones(2), np.ones(2), np.ones(2)], [np.zeros(2)]])
-    assert points.shape == (2, None, 2)
-
-
 X, W = jnp.ones((3, 2)), jnp.ones(3)
 MISTAKES = {
     r"rows\[1\]\['x'\] has length 3, but rows\[1\]\['w'\] has length 2: the leaves of a row": [

@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
 
 import batchax as bx
 from batchax.rows.run import Dealt, kept_on_devices
 
-from support.oracle import agree, example, same
+from support.oracle import example, same
 from support.rows import attend, check_rows, ragged
 
-W = example((3, 3), seed=1)
 LENGTHS = (3, 1, 5, 2, 7)
 check = functools.partial(check_rows, mesh="all", reverse_traced=True)
 
@@ -30,22 +28,6 @@ check = functools.partial(check_rows, mesh="all", reverse_traced=True)
 @pytest.mark.each_commit(2)
 def test_with_other_options(options):
     check(lambda x: attend(jnp.tanh(x)), ragged(3, lengths=LENGTHS), **options)
-
-
-def test_a_row_draws_the_same_numbers_wherever_it_is():
-    x = ragged(lengths=LENGTHS)
-
-    def drawn(key, **options):
-        draw = lambda key, x: x + jax.random.normal(key)
-        return bx.vmap(draw, (bx.split_key, 0), **options)(key, x).to_padded()
-
-    agree(lambda key: drawn(key, mesh="all"), drawn, jax.random.key(0))
-
-
-@pytest.mark.nightly
-def test_one_axis_of_a_mesh():
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
-    check_rows(attend, ragged(3, lengths=LENGTHS), mesh=(mesh, "b"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 39])

@@ -7,8 +7,6 @@ import pytest
 
 import batchax as bx
 
-from support.compiled import compilations
-
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 LENGTHS = [3, 0, 2, 4]
 
@@ -69,12 +67,6 @@ def test_what_is_no_row(i, error, message):
         ragged[i]
 
 
-def test_traced_lengths_have_no_rows():
-    ragged, _ = batch()
-    with pytest.raises(bx.ArgumentTypeError, match="these are traced"):
-        jax.jit(lambda r: r[[0, 1]].data)(ragged)
-
-
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rows_of_several(axis):
     ragged, rows = batch(axis)
@@ -90,16 +82,6 @@ def test_rows_of_several(axis):
         bx.Ragged.concatenate([ragged, ragged.astype(np.int32)])
     with pytest.raises(bx.ArgumentTypeError, match=r"batches\[0\] must be a Ragged, got"):
         bx.Ragged.concatenate(ragged)  # whose rows are arrays
-
-
-def test_room_for_keys_and_for_no_number():
-    keys = bx.Ragged(jax.random.split(jax.random.key(0), 3), [1, 2])
-    roomy = keys.with_capacity(5)
-    assert roomy.data.shape == (5,)
-    assert (roomy[1] == keys[1]).all()
-    for capacity in (4.0, "4"):
-        with pytest.raises(bx.ArgumentTypeError, match="capacity must be an int, got"):
-            keys.with_capacity(capacity)
 
 
 def test_one_capacity_is_one_compilation():
@@ -118,16 +100,3 @@ def test_one_capacity_is_one_compilation():
     with pytest.raises(bx.AxisError, match="have 9 elements, and capacity is 8"):
         batch()[0].with_capacity(8)
     same(batch()[0].with_capacity(9).with_capacity(30).with_capacity(9), batch()[1])
-
-
-def test_rows_on_the_host_get_room_without_compiling():
-    rows = [np.ones((n, 2), np.float32) for n in (3, 1, 4)]
-
-    def room():
-        for n in (11, 12, 13):
-            x = bx.Ragged.from_rows([*rows, np.full((n, 2), 2.0, np.float32)]).with_capacity(40)
-            assert isinstance(x.data, jax.Array)
-            assert x.data.shape == (40, 2)
-            assert np.asarray(x.data)[8 : 8 + n].tolist() == [[2.0, 2.0]] * n
-
-    assert compilations(room) == []

@@ -12,25 +12,14 @@ import batchax as bx
 from batchax.rows.size_classes import SizeClasses
 
 from support.oracle import example
-from support.rows import attend, check_rows, ragged
+from support.rows import attend, ragged
 
 # No, one and the most elements of a class of three, one more, and one that has a class for itself.
 LENGTHS = (5, 11, 1, 11, 0, 3, 20, 11, 1, 6)
-check = functools.partial(check_rows, reverse_traced=True)
-in_three = functools.partial(check, buckets=3)
 
 
 def rows(*trailing, **options):
     return ragged(*trailing, **{"lengths": LENGTHS, **options})
-
-
-def test_loops_that_end_at_their_own_step():
-    def f(x):
-        more = lambda s: ((s[0] ** 2).sum() < 100) & (s[1] < 9)
-        return attend(x), lax.while_loop(more, lambda s: (s[0] * 1.5 + 1, s[1] + 1), (x, 0))[1]
-
-    ways = {divergence: {"divergence": divergence} for divergence in ("predicate", "compact")}
-    in_three(f, rows(2), modes=("jvp",), ways=ways)
 
 
 def test_there_are_as_many_blocks_as_rows_need():

@@ -149,17 +149,6 @@ def test_code_of_others_gets_each_row_as_it_is(name, options):
         np.testing.assert_allclose(y, expected(np.asarray(row)), rtol=1e-4, atol=1e-5)
 
 
-def test_keys_are_results():
-    keys = lambda x, key: (jax.random.split(key, len(x)), jax.random.fold_in(key, len(x)))
-    x, key = ragged(**ROWS, poison=False), jax.random.key(3)
-    batched = jax.jit(lambda n: bx.vmap(keys, (0, None))(bx.Ragged(x.data, n, x.max_length), key))
-    of_rows, of_all = batched(x.lengths)
-    for i, row in enumerate(x.rows()):
-        own, one = map(jax.random.key_data, keys(row, key))
-        np.testing.assert_array_equal(jax.random.key_data(of_rows.rows()[i]), own)
-        np.testing.assert_array_equal(jax.random.key_data(of_all[i]), one)
-
-
 def test_what_is_refused():
     by_number = FUNCTIONS["range"]
     refused(by_number)

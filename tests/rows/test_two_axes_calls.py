@@ -13,7 +13,6 @@ from support.rows import LENGTHS, SHAPES, check_rows, check_rows_of_all, images,
 
 HW = bx.ragged("h", "w")
 X = images()
-ROWS = jax.device_get(X).rows()  # slices of NumPy's arrays are not compiled
 CHANNELS = images(2)
 KERNEL = np.random.default_rng(1).normal(size=(3, 2, 2, 2)).astype(np.float32)
 
@@ -109,20 +108,6 @@ def test_sizes_of_several_arguments_together():
     check_rows(f, x, y, w, in_axes=(0, 0, None), traced=False, derivatives=False)
 
 
-def test_a_result_shares_its_sizes_with_the_argument():
-    x = ragged(3)
-
-    @jax.jit
-    def through(x):
-        d = bx.vmap(distances)(x)
-        assert d.lengths[0] is d.lengths[1] is x.lengths
-        return bx.vmap(lambda d, x: jnp.exp(-d) @ x)(d, x)
-
-    got = jax.device_get(through(x))
-    for mine, row in zip(got.rows(), jax.device_get(x).rows(), strict=True):
-        same(mine, np.exp(-((row[:, None] - row[None]) ** 2).sum(-1)) @ row)
-
-
 EVERYTHING = {**REDUCED, **CONTRACTED, "flipped": MOVED["flipped"], "scaled": ELEMENTWISE["scaled"]}
 
 
@@ -154,16 +139,6 @@ def test_rows_on_devices(chunks):
     spread = jax.device_get(jax.jit(bx.vmap(f, in_axes, mesh="all", batch_size=chunks))(x, y))
     for i in range(len(x)):
         same([each[i] for each in spread], [each[i] for each in plain])
-
-
-def test_outer_vmaps_and_derivatives_of_each_row():
-    scales = jnp.arange(1.0, 3.0)
-    both = jax.vmap(lambda s: bx.vmap(lambda x: s * x.T, HW)(X).data)(scales)
-    same(both[1], 2 * both[0])
-    loss = lambda x: (x.T**2 + jax.nn.softmax(x.T, 1)).sum()
-    got = jax.jit(bx.vmap(jax.grad(loss), HW))(X)
-    for mine, row in zip(jax.device_get(got).rows(), ROWS, strict=True):
-        same(mine, 2 * row)
 
 
 def test_out_axes_that_ask_for_rows():
@@ -208,16 +183,6 @@ def test_buckets_by_both_sizes():
         buckets.split(bx.Ragged(x.data, x.lengths[::-1], axis=(0, 1)))
 
 
-def test_many_shapes_are_put_into_few_buckets():
-    shapes = np.random.default_rng(0).integers(1, 60, (2000, 2))
-    buckets = bx.bucket(tuple(shapes.T), 6)
-    assert len(buckets.sizes) <= 6
-    assert np.array_equal(np.sort(np.concatenate(buckets.rows)), np.arange(2000))
-    for size, rows in zip(buckets.sizes, buckets.rows, strict=True):
-        assert (shapes[rows].max(0) == size).all()
-    assert buckets.waste < 0.6 * buckets.waste_unbucketed
-
-
 IN_CLASSES = {
     "gram": lambda x, y: jnp.tanh(x @ x.T),
     "turned": lambda x, y: x.T + y,
@@ -241,19 +206,6 @@ def test_size_classes_of_traced_sizes(names):
     for each in jax.tree.leaves(jax.device_get(got), is_leaf=lambda x: isinstance(x, bx.Ragged)):
         assert np.isnan(each[0]).any() or not np.isnan(y[0]).any()
         assert not any(np.isnan(each[i]).any() for i in range(1, len(x)))
-
-
-def test_sizes_that_are_found_beside_each_other():
-    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
-
-    def f(x):
-        y = bx.compress(x > 0, x)
-        return jnp.outer(y, y), jnp.outer(y, x)
-
-    got = jax.device_get(jax.jit(bx.vmap(f))(x))
-    for i, row in enumerate(x):
-        y = row[row > 0]
-        same([each[i] for each in got], [np.outer(y, y), np.outer(y, row)])
 
 
 def _softmax(x, axis):
@@ -316,16 +268,6 @@ def test_images_that_do_not_fit_end_where_the_data_does_in_classes_too():
     assert np.any(both[0][0][36:] != 0)
 
 
-def test_what_padding_costs_is_counted_along_both_axes():
-    x = images(shapes=[(2, 9), (9, 2), (3, 8), (8, 3), (2, 2), (9, 9)], spare=0)
-    f = lambda x: jnp.sort(x, 1) @ x.T
-    told = bx.explain(f, in_axes=HW, compile=False)(x)
-    (finding,) = [each for each in told.findings if each.kind == "ragged rows run padded"]
-    elements = sum(h * w for h, w in zip(*x.lengths, strict=True))
-    assert f"6 rows take {6 * 81} places for {elements} elements" in finding.message
-    assert finding.advice == {"buckets": 4}
-
-
 WEIGHTS = np.random.default_rng(2).normal(size=(2, 3)).astype(np.float32)
 ON_ELEMENTS = {
     "network": lambda x, s: jnp.tanh(x @ jnp.asarray(WEIGHTS, x.dtype)) * s,
@@ -358,17 +300,6 @@ def test_packed_along_two_axes():
     for each in got:
         assert np.isnan(each[0]).any()
         assert not any(np.isnan(each[i]).any() for i in range(1, len(SHAPES)))
-
-
-def test_packed_along_two_axes_on_devices_and_under_vmaps():
-    f = lambda x, s: (jnp.tanh(x) * s, (x * s).sum((0, 1)))
-    scales = jnp.arange(1.0, 3.0)
-    options = dict(in_axes=(HW, None), layout="packed")
-    both = jax.vmap(lambda s: bx.vmap(f, **options)(CHANNELS, s)[1])(scales)
-    same(both[1], 2 * both[0])
-    spread = jax.device_get(jax.jit(bx.vmap(f, mesh="all", **options))(CHANNELS, 1.0))
-    for i, row in enumerate(jax.device_get(CHANNELS).rows()):
-        same([each[i] for each in spread], [np.tanh(row), row.sum((0, 1))])
 
 
 def test_most_of_a_program_runs_packed_where_that_costs_less():

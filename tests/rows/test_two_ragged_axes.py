@@ -137,11 +137,3 @@ def test_derivatives_reach_rows_and_nothing_else():
         x.with_data(data), [w[: len(r), : r.shape[1]] for w, r in zip(weights, rows, strict=True)]
     )
     assert not np.asarray(data)[x.offsets[-1] :].any()
-
-
-def test_traced_lengths_beyond_their_bounds_are_clipped():
-    pad = jax.jit(lambda h, w: bx.Ragged(jnp.arange(6.0), (h, w), (2, 3), axis=(0, 1)).to_padded())
-    np.testing.assert_array_equal(pad(jnp.array([9]), jnp.array([3]))[0], [[0, 1, 2], [3, 4, 5]])
-    np.testing.assert_array_equal(pad(jnp.array([2]), jnp.array([7]))[0], [[0, 1, 2], [3, 4, 5]])
-    beyond = pad(jnp.array([2, 1]), jnp.array([2, 3]))
-    np.testing.assert_array_equal(beyond, [[[0, 1, 0], [2, 3, 0]], [[4, 5, 0], [0, 0, 0]]])

@@ -16,7 +16,6 @@ from support.compiled import check_compiled
 from support.oracle import (
     agree,
     at_once,
-    check_all,
     example,
     loop_function,
     quickly,
@@ -41,17 +40,6 @@ def equations(f, *args):
 def primitives(f, *args):
     """The names of the primitives `f` stages to, in order."""
     return [eqn.primitive.name for eqn in jax.make_jaxpr(f)(*args).jaxpr.eqns]
-
-
-@pytest.mark.parametrize("in_axes", [(0, 0, None), (0, 1, None), (0, None, 0), (None, 0, 0)])
-def test_cond(in_axes):
-    def f(p, x, w):
-        return lax.cond(p, lambda x: (jnp.tanh(w @ x), x[0]), lambda x: (x * 2, x[1] ** 2), x)
-
-    shapes = {0: (4, 3), 1: (3, 4), None: (3,)}
-    p = P if in_axes[0] == 0 else jnp.array(True)
-    w = W if in_axes[2] is None else example((4, 3, 3), seed=4)
-    check_compiled(f, p, example(shapes[in_axes[1]]), w, in_axes=in_axes)
 
 
 @settings(max_examples=4)
@@ -152,31 +140,6 @@ def test_platform_dependent():
     same(jax.grad(lambda x: bx.vmap(g)(P, x).sum())(X[:, 0]), jax.vmap(jax.grad(g, 1))(P, X[:, 0]))
 
 
-@pytest.mark.parametrize("vmaps", [(bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap)])
-def test_predicate_of_each_axis(vmaps):
-    def f(p, q, x, w):
-        return lax.cond(p, lambda: jnp.log(x) @ w, lambda: lax.cond(q, lambda: x, lambda: x * x))
-
-    outer, inner = vmaps
-    p, q = jnp.array([False, True]), jnp.array([True, False, False])
-    x = jnp.abs(example((2, 3, 3))) + 0.1
-
-    def batched(outer, inner):
-        g = inner(f, in_axes=(None, 0, 0, None))
-        return outer(g, in_axes=(0, None, 0, None))
-
-    def everything(h):
-        return jax.jit(lambda x, w: (h(p, q, x, w), jax.vjp(h, p, q, x, w)[1](x)[2:]))(x, W)
-
-    same(everything(batched(outer, inner)), everything(batched(jax.vmap, jax.vmap)))
-
-
-def test_names_of_axes_in_a_branch_that_lanes_choose():
-    f = lambda p, x: lax.cond(p, lambda: jnp.log(x) * lax.axis_index("i"), lambda: 0.0)
-    got = jax.grad(lambda x: bx.vmap(f, axis_name="i")(P, x).sum())(jnp.array([1.0, 0, 2, 4]))
-    same(got, jnp.array([0.0, 0.0, 1.0, 0.75]))
-
-
 # Effects.
 
 
@@ -234,18 +197,6 @@ def test_reference_all_lanes_share():
         bx.vmap(f, in_axes=(0, None), out_axes=None)(P, jax.new_ref(0.0))
     read = lambda p, r: lax.cond(p, lambda: r[...], lambda: 1.0)
     same(bx.vmap(read, in_axes=(0, None))(P, jax.new_ref(3.0)), jnp.where(P, 3.0, 1.0))
-
-
-def test_a_branch_with_a_loop_of_which_nothing_is_returned():
-    def f(p, x):
-        def looped():
-            lax.while_loop(lambda c: False, lambda c: c, ())
-            lax.scan(lambda c, _: (c, None), (), None, length=3)
-            return 2 * x
-
-        return lax.cond(p, looped, lambda: jnp.sin(x))
-
-    check_all({"no results": (f, P, example((P.size, 2)), {})}, derivatives=False)
 
 
 @pytest.mark.compiles(40)

@@ -63,26 +63,6 @@ def test_pure_callback_that_does_not_say_how():
         jax.vmap(fun)(jnp.ones((4, 3)), jnp.ones(4))
 
 
-def test_pure_callback_within():
-    """In a nested batch, a loop, and a function with a derivative of its own."""
-    fun = calling([], "broadcast_all")
-    x, y = example((2, 4, 3)), example((2, 4), seed=1)
-    for outer, inner in ((bx, bx), (bx, jax), (jax, bx)):
-        same(outer.vmap(inner.vmap(fun))(x, y)[0], x + y[..., None])
-
-    def sine(x):
-        type_ = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.pure_callback(np.sin, type_, x, vmap_method="expand_dims")
-
-    with_derivative = jax.custom_jvp(sine)
-    with_derivative.defjvps(lambda t, out, x: t * jnp.cos(x))
-    check(lambda x: lax.fori_loop(0, 3, lambda _, x: with_derivative(x), x), x[0])
-    with pytest.raises(ValueError, match="custom_jvp"):
-        jax.grad(lambda x: bx.vmap(sine)(x).sum())(x)
-    with pytest.raises(ValueError, match="custom_jvp"):
-        bx.vmap(jax.grad(sine))(y[0])
-
-
 class Log:
     """Lists what a callback was called with; returns their sum, or nothing."""
 
@@ -142,20 +122,6 @@ def test_ordered_calls_are_each_lanes_own_where_it_differs_whether_they_are_made
     bx.vmap(fun)(jnp.arange(3))
     jax.effects_barrier()
     assert [x for (x,) in log.calls] == [0, 0, 7, 1, 1, 7, 7, 8, 2, 2]
-
-
-def test_ordered_calls_of_a_loop_whose_result_is_not_used_are_made_in_reverse_mode():
-    log = Log()
-
-    def fun(x):
-        call = lambda _, c: io_callback(log, c, lax.stop_gradient(c), ordered=True)
-        lax.fori_loop(0, 2, call, x)
-        return x
-
-    _, pull = jax.vjp(bx.vmap(fun), jnp.arange(2.0))
-    same(pull(jnp.ones(2))[0], np.ones(2))
-    jax.effects_barrier()
-    assert log.calls == [(0.0,)] * 2 + [(1.0,)] * 2
 
 
 @pytest.mark.parametrize("options", [{}, {"ordered": True}, {"partitioned": True}], ids=str)

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 import batchax as bx
 from batchax.kernel.registry import find_rule
 
-from support.oracle import agree, check, example, loop, quickly, same
+from support.oracle import agree, check, example, loop, same
 
 X = example((3, 2), seed=1)
 W = example((2,), seed=2)
@@ -47,23 +47,6 @@ def test_jit_keeps_its_parameters():
 
 
 # checkpoint
-
-POLICIES = [
-    None,
-    jax.checkpoint_policies.everything_saveable,
-    jax.checkpoint_policies.dots_saveable,
-    jax.checkpoint_policies.save_only_these_names("kept"),
-]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_checkpoint(policy):
-    @functools.partial(jax.checkpoint, policy=policy)
-    def f(x, w):
-        y = checkpoint_name(jnp.sin(x), "kept")
-        return jnp.cos(y @ w) * w
-
-    check(f, X, W, in_axes=(0, None), second=True)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -171,17 +154,6 @@ def test_composite():
     same(jax.jit(bx.vmap(bx.vmap(f)))(X[None], X[None]), (jnp.sin(X) * X)[None])
     assert "composite" not in names(bx.vmap(f, (0, None)), X, W)
     assert "composite" in names(bx.vmap(lambda x: x + f(W, W)), X)
-
-
-def test_program_order():
-    overlap = pytest.importorskip("jax.experimental.overlap")  # in newer JAX
-
-    @overlap.program_order(enforce=True)
-    def f(x):
-        return jnp.cos(x) * 2
-
-    quickly(f, X)
-    assert "program_order" in names(bx.vmap(f), X)
 
 
 def test_programs_over_references():

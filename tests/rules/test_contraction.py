@@ -8,7 +8,7 @@ from jax import lax
 
 import batchax as bx
 
-from support.batches import SIZE, batch
+from support.batches import batch
 from support.operations import operations
 from support.oracle import check_all, quickly, same
 
@@ -140,23 +140,6 @@ def test_many_products_in_a_step_and_short_columns_are_as_jax_has_them(layers, l
     assert shapes_handed_on(ours, w, x) == shapes_handed_on(theirs, w, x)
 
 
-@pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
-def test_out_sharding_gains_the_batch_axis(in_axes):
-    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    spec = jax.sharding.PartitionSpec
-    args = operands("matrix vector", in_axes)
-    expected = jax.device_get(jax.vmap(jnp.matmul, in_axes)(*args))
-    with jax.set_mesh(mesh):
-        sharded = [
-            jax.device_put(x, jax.NamedSharding(mesh, spec() if a is None else spec("x")))
-            for x, a in zip(args, in_axes, strict=True)
-        ]
-        out = jax.NamedSharding(mesh, spec("y"))
-        got = bx.vmap(contraction("matrix vector", out_sharding=out), in_axes)(*sharded)
-        assert tuple(jax.typeof(got).sharding.spec) == ("x", "y")
-        same(jax.device_get(got), expected)
-
-
 # Operands in blocks, with a scale for each block of the contracted dimension.
 SCALED = (((2,), (2,)), ((0,), (0,)))
 
@@ -186,35 +169,6 @@ def ragged_contraction(mode):
     dims, ragged, groups = RAGGED[mode][0]
     numbers = lax.RaggedDotDimensionNumbers(dims, ragged, groups)
     return lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, numbers)
-
-
-def ragged_operands(in_axes):
-    _, lhs, rhs, _ = RAGGED["free"]
-    sizes = SIZES[0] if in_axes[2] is None else SIZES
-    return batch(lhs, in_axes[0]), batch(rhs, in_axes[1], seed=1), sizes
-
-
-def test_under_a_second_vmap():
-    x, y, sizes = ragged_operands((0, 0, 0))
-    twice = bx.vmap(bx.vmap(lax.ragged_dot, in_axes=(0, None, None)), in_axes=(None, 0, 0))
-    got = jax.jit(twice)(x, y, sizes)
-    for i in range(SIZE):
-        for j in range(SIZE):
-            same(got[i, j], lax.ragged_dot(x[j], y[i], sizes[i]))
-
-
-@pytest.mark.parametrize("in_axes", [(1, None, None), (None, 0, None), (0, None, 0)])
-def test_derivatives_of_ragged_contraction(in_axes):
-    fun = jax.jit(ragged_contraction("free"))
-    args = ragged_operands(in_axes)
-    quickly(fun, *args, in_axes=in_axes, against_jax=False)
-
-
-def test_an_operand_that_all_lanes_share_is_not_repeated():
-    x, y, sizes = ragged_operands((0, None, 0))
-    jaxpr = jax.make_jaxpr(bx.vmap(ragged_contraction("free"), in_axes=(0, None, 0)))(x, y, sizes)
-    (eqn,) = jaxpr.eqns
-    assert eqn.invars[1].aval.shape == y.shape
 
 
 SHAPE = (2, 4, 6)

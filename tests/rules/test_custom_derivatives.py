@@ -151,50 +151,6 @@ def test_a_reverse_rule_branches_on_what_a_forward_rule_was_told():
         same(result, expected)
 
 
-def test_a_truth_value_among_residuals_is_computed_with():
-    """A program writes it as Python's True, of which `~` is -2."""
-
-    @jax.custom_vjp
-    def f(x):
-        return 2 * x
-
-    def fwd(x):
-        return 2 * x, (x, jnp.array(True), jnp.array(3, np.int32))
-
-    def bwd(residuals, cotangent):
-        _, flag, times = residuals
-        assert (flag.dtype, times.dtype) == (np.bool_, np.int32)
-        return (jnp.where(~flag, 0, times.astype(cotangent.dtype) * cotangent),)
-
-    f.defvjp(fwd, bwd)
-    for wrap in (lambda h: h, jax.jit):
-        same(wrap(jax.grad(lambda x: bx.vmap(f)(x).sum()))(X), jnp.full_like(X, 3))
-
-
-def test_a_reverse_rule_that_takes_truth_values_of_python_only():
-    """As those of Equinox and diffrax, for what is differentiated."""
-
-    @jax.custom_vjp
-    def f(x):
-        return 2 * x
-
-    def fwd(x):
-        return 2 * x.value, (x.perturbed, False)
-
-    def bwd(residuals, cotangent):
-        if not all(isinstance(flag, bool) for flag in residuals):
-            raise ValueError("no truth values")
-        return (3 * cotangent if residuals[0] else 0 * cotangent,)
-
-    f.defvjp(fwd, bwd, symbolic_zeros=True)
-    for wrap in (lambda h: h, jax.jit):
-        same(wrap(jax.grad(lambda x: bx.vmap(f)(x).sum()))(X), jnp.full_like(X, 3))
-
-    f.defvjp(fwd, lambda residuals, cotangent: {}["missing"], symbolic_zeros=True)
-    with pytest.raises(KeyError, match="missing"):
-        jax.grad(lambda x: bx.vmap(f)(x).sum())(X)
-
-
 def test_nondifferentiable_arguments():
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
     def f(fun, x, n):
@@ -432,15 +388,6 @@ def test_a_forward_rule_that_is_not_the_function_is_refused_where_that_runs_in_i
         jax.grad(lambda x: batched(x).sum())(X[:, 0])
 
 
-def test_forward_mode_of_custom_vjp_is_refused():
-    f = scaled_product()
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(lambda x: bx.vmap(f)(x, X, X)[0], (X,), (X,))
-    linear = lambda x: jax.linearize(lambda z: f(z, x, x)[0], x)[1](x)
-    with pytest.raises((TypeError, NotImplementedError), match=r"custom_vjp|CustomVJP"):
-        bx.vmap(linear)(X)
-
-
 def test_a_rule_alone_uses_the_name_of_the_axis():
     """Nothing in the program shows it, and the operand is the same in all lanes."""
 
@@ -580,27 +527,6 @@ def next_derivatives():
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
-
-
-@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint], ids=["call", "checkpoint"])
-def test_gradients_in_chunks_with_the_next_derivatives(next_derivatives, around):
-    # JAX's own batching of both runs `jvp` of the object, which raises.
-    scaled = jax.custom_vjp(lambda x, y: jnp.sin(x) * y)
-    scaled.defvjp(
-        lambda x, y: (scaled(x, y), (x, y)),
-        lambda r, c: (3 * c * jnp.cos(r[0]) * r[1], 3 * c * jnp.sin(r[0])),
-    )
-    one = around(lambda x, y: jnp.square(scaled(x, y)))
-    x = jnp.linspace(0.1, 1, 5)
-
-    def gradient(vmap, **options):
-        return jax.grad(lambda x, y: vmap(one, (0, None), **options)(x, y).sum(), (0, 1))
-
-    ways = {"whole": gradient(bx.vmap), "chunks": gradient(bx.vmap, batch_size=2)}
-    results = jax.jit(together(ways))(x, 2.0)
-    expected = 24 * jnp.sin(x) * jnp.cos(x), (12.0 * jnp.sin(x) ** 2).sum()
-    for way, got in results.items():
-        same(got, expected, where=way)
 
 
 def test_a_shared_output_with_the_next_derivatives(next_derivatives):

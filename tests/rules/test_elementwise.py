@@ -15,7 +15,7 @@ import batchax as bx
 from batchax._compat import find_primitive
 from batchax.kernel.registry import aligned
 
-from support.oracle import check_all, example, quickly, shares
+from support.oracle import check_all, example, shares
 
 F32, BF16, I32, U8, BOOL, C64 = map(
     jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64)
@@ -271,35 +271,6 @@ def test_broadcasting_of_any_shapes_and_axes(drawn):
     check_all({"any": (fun, *args, dict(in_axes=axes))}, derivatives=False, jit=False)
 
 
-SELECTED = [((3,), (3,)), ((), (3,)), ((), ()), ((), (2, 3)), ((2, 3), (2, 3))]
-
-
-@given(shapes=st.sampled_from(SELECTED), data=st.data())
-@settings(max_examples=20)
-def test_select_and_clamp_of_any_axes(shapes, data):
-    which, case = shapes
-    axes = tuple(
-        data.draw(st.sampled_from([None, *range(len(s) + 1)])) for s in (which, case, case, which)
-    )
-    axes = axes if any(a is not None for a in axes) else (0, *axes[1:])
-    entry = NARY["add"]
-    args = [
-        batch_of(entry, F32, s, a, i)
-        for i, (s, a) in enumerate(zip((which, case, case, which), axes, strict=True))
-    ]
-
-    def fun(i, x, y, high):
-        chosen = lax.select_n(lax.convert_element_type(i, BOOL), x, y)
-        return lax.clamp(i, chosen, high), lax.select_n(lax.gt(high, i), x, y)
-
-    check_all({"any": (fun, *args, dict(in_axes=axes))}, derivatives=False, jit=False)
-
-
-def test_sum_of_cotangents_of_which_one_is_shared():
-    fun = lambda x, w: jax.vjp(lambda w: (w * x, jnp.sin(w)), w)[1]((x, jnp.ones_like(w)))
-    quickly(fun, example((B, 3)), example((3,), seed=1), in_axes=(0, None), nested=True)
-
-
 def test_aligning_moves_the_fewest_elements():
     x, y, z = jnp.ones((B, 3)), jnp.ones((3, B)), jnp.ones((3, B))
     out, position = aligned([x, y, z], [0, 1, 1])
@@ -326,9 +297,3 @@ def test_what_is_larger_than_its_operands_has_lanes_in_front():
     jacobian = jax.jacfwd(lambda x: jnp.tanh(w @ jnp.tanh(w @ x)))
     ours, theirs = (jax.jit(vmap(jacobian)).lower(x).as_text() for vmap in (bx.vmap, jax.vmap))
     assert ours.count("stablehlo.transpose") <= theirs.count("stablehlo.transpose")
-
-
-def test_shared_operands_are_not_repeated():
-    jaxpr = jax.make_jaxpr(bx.vmap(lax.add, (0, None)))(jnp.ones((5, 3)), jnp.ones(3))
-    *_, add = jaxpr.eqns
-    assert sorted(v.aval.shape for v in add.invars) == [(1, 3), (5, 3)]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.lax import linalg as ll
 
 from batchax import _compat
 from rules.test_contraction import (
@@ -21,11 +22,25 @@ from rules.test_contraction import (
     transform,
 )
 from rules.test_indexing import INDICES, METHODS, MODES, put
-from rules.test_windows import PLAIN, START, WINDOW, pool
 
 from support.batches import SIZE, batch, positions
 from support.operations import no_more_operations
 from support.oracle import check_all, shares
+
+WINDOW = dict(
+    window_dimensions=(2, 3),
+    window_strides=(2, 1),
+    padding=((0, 1), (1, 0)),
+    base_dilation=(1, 2),
+    window_dilation=(1, 1),
+)
+PLAIN = {k: WINDOW[k] for k in ("window_dimensions", "window_strides", "padding")}
+START = {"reduce_window_sum": 0.0, "reduce_window_max": -jnp.inf, "reduce_window_min": jnp.inf}
+COMPUTE = {"reduce_window_sum": lax.add, "reduce_window_max": lax.max, "reduce_window_min": lax.min}
+
+
+def pool(name, window=WINDOW):
+    return lambda x: lax.reduce_window(x, START[name], COMPUTE[name], **window)
 
 
 class Operand(NamedTuple):
@@ -44,6 +59,7 @@ class Program(NamedTuple):
     counted: bool = False  # whether it has no more operations than under JAX
     smooth: bool = False  # whether its derivatives are compared, too
     in_jax: bool = True
+    tolerance: Any = None
 
 
 def bound(name, **params):
@@ -82,6 +98,7 @@ PICKED = {
 }
 WINDOWS = {
     **{name: Program(pool(name), (IMAGE,), counted=True) for name in START},
+    **{f"{name}, plain": Program(pool(name, PLAIN), (IMAGE,), 2, smooth=True) for name in START},
     **{name: Program(fun, (IMAGE, IMAGE), 3, counted=True) for name, fun in PICKED.items()},
     "select_and_scatter_add": Program(
         bound("select_and_scatter_add", select_prim=lax.ge_p, **PLAIN),
@@ -109,7 +126,9 @@ ROWS = of(2, 4)
 KEYS = of(4, dtype=jnp.int32, high=2), of(4, dtype=jnp.int32, high=3)
 SORTS = {
     **{
-        f"sort along {d}": Program(lambda x, d=d: lax.sort(x, d), (ROWS,), counted=True)
+        f"sort along {d}": Program(
+            lambda x, d=d: lax.sort(x, d), (ROWS,), counted=True, smooth=True
+        )
         for d in (0, 1)
     },
     **{
@@ -120,10 +139,16 @@ SORTS = {
         f"by {n} keys": Program(lambda *xs, n=n: lax.sort(xs, num_keys=n), (*KEYS, of(4)), 2)
         for n in (1, 2)
     },
-    **{f"top_k {d}": Program(lambda x, d=d: lax.top_k(x, 2, axis=d), (ROWS,)) for d in (0, 1)},
+    "of not a number, and zeros": Program(
+        lambda x: (jnp.sort(1 / jnp.trunc(x)), jnp.argsort(jnp.trunc(x))), (ROWS,)
+    ),
+    **{
+        f"top_k {d}": Program(lambda x, d=d: lax.top_k(x, 2, axis=d), (ROWS,), smooth=True)
+        for d in (0, 1)
+    },
     **{
         f"approx_max_k {d}": Program(
-            lambda x, d=d: lax.approx_max_k(x, 2, reduction_dimension=d), (ROWS,)
+            lambda x, d=d: lax.approx_max_k(x, 2, reduction_dimension=d), (ROWS,), smooth=True
         )
         for d in (0, 1, -1, -2)
     },
@@ -214,7 +239,7 @@ INDEXING = {
 REDUCTIONS = {
     **{
         f"max over {axes}": Program(
-            lambda x, axes=axes: jnp.max(x, axes), (of(2, 1, 4),), counted=True
+            lambda x, axes=axes: jnp.max(x, axes), (of(2, 1, 4),), counted=True, smooth=True
         )
         for axes in [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2), ()]
     },
@@ -267,7 +292,11 @@ CONTRACTIONS = {
     },
     **{
         f"ragged, {name}, sizes along {along}": Program(
-            ragged_contraction(name), (of(*lhs), of(*rhs), sizes_along(along)), 13, in_jax=False
+            ragged_contraction(name),
+            (of(*lhs), of(*rhs), sizes_along(along)),
+            13,
+            in_jax=False,
+            smooth=name == "free",
         )
         for name, (_, lhs, rhs, prefix) in RAGGED.items()
         for along in {(), prefix}
@@ -286,7 +315,75 @@ CONTRACTIONS = {
     },
 }
 
+LOOSE = dict(rtol=2e-3, atol=2e-3)
+
+
+def matrix(axis, seed):
+    """Well conditioned matrices, the lanes at any axis."""
+    x = batch((3, 3), None if axis is None else 0, seed=seed) * 0.3 + 2 * jnp.eye(3)
+    return x if axis is None else jnp.moveaxis(x, 0, axis)
+
+
+MATRIX, VECTOR = Operand(2, matrix), of(3)
+factor = lambda a: jnp.linalg.cholesky(a @ a.T)
+reflected = bound("geqrf")
+LINALG = {
+    "cholesky": Program(factor, (MATRIX,), smooth=True, tolerance=LOOSE),
+    **{
+        f"triangular_solve {left, lower, transposed}": Program(
+            lambda a, b, left=left, lower=lower, transposed=transposed: ll.triangular_solve(
+                a, b, left_side=left, lower=lower, transpose_a=transposed, unit_diagonal=not lower
+            ),
+            (MATRIX, of(3, 3)),
+            2,
+            tolerance=LOOSE,
+        )
+        for left in (True, False)
+        for lower in (True, False)
+        for transposed in (True, False)
+    },
+    "tridiagonal_solve": Program(
+        lambda a, d, b: ll.tridiagonal_solve(a, d + 9, a[::-1], b),
+        (VECTOR, VECTOR, of(3, 2)),
+        3,
+        smooth=True,
+        tolerance=LOOSE,
+    ),
+    "ormqr": Program(
+        lambda a, t, c: ll.ormqr(reflected(a)[0], t * 0.2, c, left=True),
+        (MATRIX, VECTOR, MATRIX),
+        5,
+        tolerance=LOOSE,
+    ),
+    "cholesky_update": Program(
+        lambda a, w: ll.cholesky_update(factor(a).T, w.at[1].set(0)),
+        (MATRIX, VECTOR),
+        in_jax=False,
+        tolerance=LOOSE,
+    ),
+    "geqp3": Program(
+        lambda a, p: bound("geqp3", use_magma=None)(a, p * 0),
+        (MATRIX, of(3, dtype=jnp.int32)),
+        2,
+        in_jax=False,
+        tolerance=LOOSE,
+    ),
+}
+
+# A predicate, or bounds, that are one number for an array.
+ELEMENTWISE = {
+    "select by a number": Program(
+        lambda i, x, y: lax.select_n(i > 0, x, y), (NUMBER, *TWO), smooth=True
+    ),
+    "clamp between numbers": Program(lambda i, x: lax.clamp(i, x, i + 1), (NUMBER, TWO[0])),
+    "select and clamp by arrays": Program(
+        lambda i, x, y: (lax.select_n(i > 0, x, y), lax.clamp(i, x, y)), (*TWO, TWO[0]), 3
+    ),
+}
+
 FAMILIES = {
+    "elementwise": ELEMENTWISE,
+    "linalg": LINALG,
     "contraction": CONTRACTIONS,
     "windows": WINDOWS,
     "sorting": SORTS,
@@ -313,5 +410,6 @@ def test_values_wherever_the_batch_axis_is(family, names):
                 no_more_operations(program.fun, *args, in_axes=in_axes)
             smooth = program.smooth and in_axes == positions(*ranks)[0]
             own = dict(in_axes=in_axes, derivatives=smooth, against_jax=program.in_jax)
+            own["tolerance"] = program.tolerance
             cases[f"{name} {in_axes}"] = (program.fun, *args, own)
     check_all(cases, jit=False, unrolled=False)

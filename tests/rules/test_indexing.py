@@ -11,21 +11,7 @@ import batchax as bx
 
 from support.batches import on_axes
 from support.operations import operations
-from support.oracle import check_all, example, quickly
-
-STARTS = jnp.array([0, 1, -1, 7])  # the last two out of range: slices are moved to fit
-
-
-def test_dynamic_slice_of_whole_dimensions_needs_no_index():
-    def fun(x, i, j):
-        return lax.dynamic_slice(x, (i, j), (3, 4)), lax.dynamic_slice(x, (i, 0), (2, 4))
-
-    x = example((3, 4))
-    axes = {"in_axes": (None, 0, 0), "out_axes": (None, 0)}
-    quickly(fun, x, STARTS, STARTS, against_jax=False, derivatives=False, **axes)
-    indices = jax.make_jaxpr(bx.vmap(fun, **axes))(x, STARTS, STARTS).eqns
-    (gather,) = [e for e in indices if e.primitive is lax.gather_p]
-    assert gather.params["dimension_numbers"].start_index_map == (0,)
+from support.oracle import check_all, example
 
 
 def test_start_shared_by_lanes_stays_a_dynamic_slice():
@@ -35,21 +21,6 @@ def test_start_shared_by_lanes_stays_a_dynamic_slice():
     counts = operations(bx.vmap(fun, in_axes=(1, None)), example((3, 5, 4)), 1)
     assert counts["dynamic_slice"] == counts["dynamic_update_slice"] == 1
     assert counts["gather"] == counts["scatter"] == 0
-
-
-def test_typed_keys():
-    def fun(k, i, n):
-        y = lax.dynamic_slice(k, (i,), (2,))
-        z = lax.dynamic_slice(k, (n,), (2,))
-        return y, lax.dynamic_update_slice(k, z, (i,)), lax.dynamic_update_slice(k, y, (n,)), k[1:]
-
-    k = jax.random.split(jax.random.key(0), (3, 4))
-    one = dict(in_axes=(None, 0, None), out_axes=(0, 0, 0, None))
-    cases = {
-        "keys": (fun, k, STARTS, np.array(1), dict(in_axes=(1, 0, None))),
-        "shared keys": (fun, k[:, 0], STARTS, np.array(1), one),
-    }
-    check_all(cases)
 
 
 def test_weak_types_are_kept():
@@ -124,15 +95,6 @@ def test_promises_survive_where_they_hold():
     assert promises((1, 0, 0), x.T, i, u) == ((True, False), (True, False))
 
 
-def test_function_applied_at_indices():
-    fun = lambda x, i: (x.at[i].apply(jnp.square), x.at[i[0]].apply(lambda v: v * 3))
-    cases = {}
-    for in_axes in ((0, 0), (1, None), (None, 0)):
-        x, i = on_axes((3,), in_axes[0]), put(WITHIN, in_axes[1])
-        cases[str(in_axes)] = (fun, x, i, dict(in_axes=in_axes))
-    check_all(cases, derivatives=False)
-
-
 def test_typed_keys_of_gather_scatter():
     def fun(k, i, u):
         return k[i], k.at[i].get(mode="clip"), k.at[i].set(u), k[i][:, None], jnp.take(k, i)
@@ -146,16 +108,6 @@ def test_typed_keys_of_gather_scatter():
         "indices alone": (fun, k[0], WITHIN, u[0, :2], dict(in_axes=(None, 0, None))),
     }  # fmt: skip
     check_all(cases)
-
-
-def test_nothing_is_transposed_where_the_order_permits():
-    fun = lambda x, i, u: (x[:, i].sum(), x.at[i].add(u))
-    x, i, u = example((3, 3, 4)), INDICES.T, example((2, 3, 4))
-    for in_axes in ((2, None, 2), (2, 0, 2), (2, 0, None)):
-        args = (x, i[:, 0] if in_axes[1] is None else i.T, u[..., 0] if in_axes[2] is None else u)
-        batched = bx.vmap(fun, in_axes=in_axes, out_axes=(0, 2))
-        counts = operations(batched, *args)
-        assert counts["transpose"] == (in_axes == (2, 0, 2)), (in_axes, counts)
 
 
 @settings(max_examples=10)

@@ -6,8 +6,6 @@ import jax.scipy.linalg as jsl
 import jax.scipy.optimize
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 from jax.lax import linalg as ll
 from jax.scipy.sparse.linalg import bicgstab, cg, gmres
@@ -15,7 +13,7 @@ from jax.scipy.sparse.linalg import bicgstab, cg, gmres
 import batchax as bx
 from batchax._compat import find_primitive
 
-from support.oracle import check, check_all, example, loop, quickly, same, shares
+from support.oracle import check, check_all, example, quickly, same, shares
 
 LOOSE = dict(rtol=2e-3, atol=2e-3)
 N = 3
@@ -27,7 +25,6 @@ def matrices(*lead, seed=0, dtype=float):
     return jnp.asarray(x * x.dtype.type(0.3) + np.diag(np.arange(1.0, N + 1)).astype(x.dtype))
 
 
-placed = lambda x, axis: jnp.asarray(np.moveaxis(np.asarray(x), 0, axis))
 positive = lambda x: x @ jnp.swapaxes(x, -1, -2).conj() + jnp.eye(N, dtype=x.dtype)
 symmetric = lambda x: (x + jnp.swapaxes(x, -1, -2).conj()) / 2
 
@@ -96,107 +93,6 @@ def test_complex():
     x, functions = matrices(2, dtype=jnp.complex64), {**DIFFERENTIABLE, **VALUES_ONLY}
     names = ["cholesky", "lu", "svd", "eig", "qr", "schur"]
     check_all({n: (functions[n], x, {}) for n in names}, derivatives=False, tolerance=LOOSE)
-
-
-def test_every_axis():
-    fun, cases = jax.jit(DIFFERENTIABLE["cholesky"]), {}
-    for in_axis, out_axis in [(1, 0), (2, 1), (0, 2)]:
-        own = dict(in_axes=in_axis, out_axes=out_axis, nested=in_axis == 2)
-        cases[str((in_axis, out_axis))] = (fun, placed(matrices(2), in_axis), own)
-    check_all(cases)
-
-
-def test_leading_dimensions_of_the_example_are_left_where_they_are():
-    """A batch axis among leading dimensions is not moved."""
-    x = positive(matrices(2, 4))
-    jaxpr = jax.make_jaxpr(bx.vmap(bind("cholesky"), in_axes=1, out_axes=1))(x)
-    assert [e.primitive.name for e in jaxpr.eqns] == ["cholesky"]
-
-
-SOLVES = [
-    dict(left_side=left, lower=lower, transpose_a=transposed, unit_diagonal=not lower)
-    for left in (True, False)
-    for lower in (True, False)
-    for transposed in (True, False)
-]
-
-
-@given(
-    params=st.sampled_from(SOLVES),
-    in_axes=st.sampled_from([None, 0, 1, 2])
-    .flatmap(lambda a: st.tuples(st.just(a), st.sampled_from([None, 0, 1, 2])))
-    .filter(lambda axes: axes != (None, None)),
-)
-@settings(max_examples=16)
-def test_triangular_solve(params, in_axes):
-    a = matrices(2) if in_axes[0] is not None else matrices()
-    b = example((2, N, N), seed=5) if in_axes[1] is not None else example((N, N), seed=5)
-    args = [x if i is None else placed(x, i) for x, i in zip((a, b), in_axes, strict=True)]
-    fun = jax.jit(lambda a, b: ll.triangular_solve(a, b, **params))
-    check_all({"solve": (fun, *args, dict(in_axes=in_axes))}, derivatives=False, **COMPILED)
-
-
-def test_shared_matrix_is_not_repeated():
-    """One triangular matrix for all lanes: their right-hand sides become columns of one solve."""
-    solve = bx.vmap(lambda a, b: ll.triangular_solve(a, b, lower=True), (None, 0))
-    jaxpr = jax.make_jaxpr(solve)(matrices(), example((5, 2, N)))
-    (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "triangular_solve"]
-    assert eqn.invars[0].aval.shape == (N, N)
-    assert "transpose" not in str(jaxpr).replace("transpose_a", "")
-
-
-@pytest.mark.parametrize(
-    "in_axes",
-    [
-        (0, 0, 0, 0),
-        (None, None, None, 2),
-        (None, None, None, 0),
-        (None, 1, None, 0),
-        (0,) * 3 + (None,),
-    ],
-)
-def test_tridiagonal_solve(in_axes):
-    def args_of(size):
-        rows = (size, N) if size else (N,)
-        diagonals = [example(rows, seed=i) * 0.3 + (i == 1) * 2 for i in range(3)]
-        return [*diagonals, example((*rows, 2), seed=9)]
-
-    one, many = args_of(None), args_of(2)
-    args = [o if a is None else placed(m, a) for o, m, a in zip(one, many, in_axes, strict=True)]
-    fun = jax.jit(ll.tridiagonal_solve)
-    derivatives = in_axes[0] == 0
-    quickly(fun, *args, in_axes=in_axes, derivatives=derivatives, tolerance=LOOSE)
-
-
-@pytest.mark.parametrize("in_axes", [(0, 0, 0), (None, None, 0), (0, 0, None), (1, 1, 2)])
-def test_ormqr(in_axes):
-    a, taus = bind("geqrf")(matrices(2))
-    values = [a, taus, example((2, N, N), seed=4)]
-    args = [x[0] if i is None else placed(x, i) for x, i in zip(values, in_axes, strict=True)]
-    fun = jax.jit(lambda a, t, c: ll.ormqr(a, t, c, left=True))
-    quickly(fun, *args, in_axes=in_axes, derivatives=False, tolerance=LOOSE)
-
-
-@pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (2, None), (1, 1)])
-def test_cholesky_update(in_axes):
-    r = jnp.swapaxes(ll.cholesky(positive(matrices(2))), 1, 2)
-    w = example((2, N), seed=3).at[0, 1].set(0)
-    args = [x[0] if i is None else placed(x, i) for x, i in zip((r, w), in_axes, strict=True)]
-    check(
-        jax.jit(ll.cholesky_update),
-        *args,
-        in_axes=in_axes,
-        against_jax=False,
-        derivatives=False,
-        eager=False,
-        tolerance=LOOSE,
-    )
-
-
-def test_geqp3_operands_batched_in_part():
-    x, pivots = matrices(2), jnp.zeros(N, jnp.int32)
-    fun = jax.jit(bind("geqp3", use_magma=None))
-    same(bx.vmap(fun, (0, None))(x, pivots), loop(fun, (x, pivots), (0, None)), LOOSE)
 
 
 def matrices_of_solvers(*lead, seed=0):
@@ -332,15 +228,3 @@ def test_custom_root():
     a = jnp.array([0.5, 2.0, 10.0])
     quickly(root, a, second=True, tolerance=LOOSE)
     same(bx.vmap(root)(a) ** 3 + bx.vmap(root)(a), a, LOOSE)
-
-
-@pytest.mark.nightly
-def test_minimize():
-    def minimum(p):
-        rosenbrock = lambda x: (p - x[0]) ** 2 + 5 * (x[1] - x[0] ** 2) ** 2
-        return jax.scipy.optimize.minimize(rosenbrock, jnp.zeros(2), method="BFGS").x
-
-    p = jnp.array([0.5, 1.0, -1.0])
-    got = jax.jit(bx.vmap(minimum))(p)
-    np.testing.assert_allclose(got, jnp.stack([p, p**2], 1), atol=2e-2)
-    same(got, jax.jit(jax.vmap(minimum))(p), LOOSE)

@@ -71,13 +71,6 @@ def test_unroll_length_and_no_sequence():
     assert bx.vmap(lambda x: lax.scan(lambda c, y: (c + y, c), 1.0, x))(X[:0])[1].shape == (0, 3)
 
 
-def test_params_of_scan_are_kept():
-    f = lambda xs: lax.scan(lambda c, x: (c + x, c), 0.0, xs, reverse=True, unroll=3)
-    before, after = (equation(g, x, name="scan") for g, x in ((f, X[0]), (bx.vmap(f), X)))
-    changed = [k for k in before.params if k != "jaxpr" and before.params[k] != after.params[k]]
-    assert changed == []
-
-
 def test_carry_is_batched_only_if_an_iteration_makes_it_so():
     def f(x):
         def step(carry, _):
@@ -114,15 +107,6 @@ def test_axis_of_a_carry_is_moved_outside_the_loop_only():
         assert "transpose" not in [e.primitive.name for e in body.jaxpr.eqns]
     swap = lambda a, b: lax.scan(lambda c, _: ((c[1], c[0]), None), (a, b), None, length=3)[0]
     check_compiled(swap, X, X.T, in_axes=(0, 1))
-
-
-def test_sequence_is_moved_only_where_its_batch_axis_leads():
-    f = lambda xs: lax.scan(lambda c, x: (c + x.sum(), x), 0.0, xs)
-    count = lambda in_axes, shape: str(
-        jax.make_jaxpr(bx.vmap(f, in_axes=in_axes, out_axes=(0, -1)))(example(shape))
-    ).count("transpose")
-    assert count(2, (5, 3, 4)) == 0
-    assert count(1, (5, 4, 3)) == 1  # of the output, to where out_axes wants it
 
 
 def test_types_are_kept():
@@ -164,37 +148,6 @@ def test_while_with_a_count_for_each_lane(counts, axes):
     n = jnp.array(counts)
     args = [example(shape[axes[0]]), example(shape[axes[1]], seed=1), n if axes[2] == 0 else n[0]]
     check_compiled(f, *args, in_axes=axes, reverse=False)
-
-
-def test_predicate_all_lanes_share_stays_one():
-    f = lambda x, n: lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * x), (0, x))
-    eqn = equation(bx.vmap(f, in_axes=(0, None)), X, 3, name="while")
-    assert eqn.params["cond_jaxpr"].out_avals[0].shape == ()
-    for x, a in ((X, 0), (X.T, 1)):
-        check_compiled(f, x, 3, in_axes=(a, None), out_axes=(None, a), reverse=False)
-
-
-@pytest.mark.parametrize("vmaps", [(bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap)])
-def test_predicate_of_each_axis(vmaps):
-    def f(n, m, x):
-        """Loops in a loop, on numbers of both axes."""
-        inner = lambda c: lax.fori_loop(0, m, lambda i, c: c * x + i, c)
-        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, inner(c[1])), (0, x))
-
-    outer, inner = vmaps
-    n, m, x = jnp.array([0, 3]), jnp.array([2, 0, 1]), example((2, 3)) / 2
-    for axes in (
-        ((0, None, 0), (None, 0, 0)),
-        ((0, 0, 0), (None, None, 0)),
-        ((None, None, 0), (None, None, 0)),
-        ((None, None, 0), (None, 0, 0)),
-    ):
-        args = [n if axes[0][0] == 0 else n[1], m if axes[1][1] == 0 else m[:2], x]
-        if axes[0][1] is None and axes[1][1] is None:
-            args[1] = m[0]
-        batched = outer(inner(f, in_axes=axes[1]), in_axes=axes[0])
-        expected = jax.vmap(jax.vmap(f, in_axes=axes[1]), in_axes=axes[0])
-        agree(batched, expected, *args)
 
 
 @pytest.mark.parametrize("divergence", ["predicate", "auto", "compact"])

@@ -75,17 +75,6 @@ def test_traps_reach_no_gradient(name):
     same(*values)
 
 
-def test_shared_operand_alone_is_untouched_unless_some_lane_takes_the_branch():
-    f = lambda p, w: lax.cond(p, lambda: jnp.log(w), lambda: 0.0)
-
-    @jax.jit
-    def gradient(p):
-        return jax.grad(lambda w: bx.vmap(f, in_axes=(0, None))(p, w).sum())(0.0)
-
-    assert gradient(np.zeros(3, bool)) == 0.0
-    assert gradient(np.array([True, False, False])) == np.inf
-
-
 # Functions whose derivative is the same everywhere: they need no protection.
 LINEAR = [
     lambda x, w: x + w - 2 * x,
@@ -125,12 +114,6 @@ def test_linear_branches_are_safe_as_they_are():
     agree(gradients, of_taken, x, w)
 
 
-def test_eager_run_makes_no_nan():
-    f = lambda x: lax.cond(x > 0, jnp.log, lambda x: x, x)
-    with jax.debug_nans(True):
-        same(bx.vmap(f)(jnp.array([1.0, -1.0, 0.0])), jnp.array([0.0, -1.0, 0.0]))
-
-
 @pytest.mark.parametrize(
     ("of_some", "value", "slope"), [(jnp.sin, np.sin(1.0), np.cos(1.0)), (jnp.log, 0.0, 1.0)]
 )
@@ -147,30 +130,6 @@ def test_a_branch_that_shares_nothing_costs_nothing_unless_differentiated(of_som
     same(values, np.array([value, 1.0, 0.0, np.nan], x.dtype))
     for s in slopes:
         same(s, np.array([slope, -2.0, 0.0], x.dtype))
-
-
-def test_reverse_mode_through_a_branch_inside_a_custom_jvp_rule():
-    @jax.custom_jvp
-    def f(x, w):
-        return x * w
-
-    @f.defjvp
-    def _(primals, tangents):
-        (x, w), (tx, tw) = primals, tangents
-        out = lax.cond(
-            x > 0, lambda: w * tx / jnp.sqrt(x) + jnp.log(x) * tw, lambda: 2 * w * tx + x * tw
-        )
-        return x * w, out
-
-    x, w = jnp.array([1.0, -2.0, 0.0, 4.0]), 3.0
-    dx = jnp.array([3.0, 6.0, 6.0, 1.5])
-    outside = jax.grad(lambda x, w: bx.vmap(f, in_axes=(0, None))(x, w).sum(), (0, 1))
-    inside = bx.vmap(jax.grad(f), in_axes=(0, None))
-    nested = lambda x, w: jax.vmap(inside, in_axes=(None, 0))(x, jnp.ones(2) * w)
-    got, one, two = at_once(outside, inside, nested)(x, w)
-    same(got, (dx, np.asarray(np.log(4.0) - 2, x.dtype)))
-    same(one, dx)
-    same(two, np.stack([dx, dx]))
 
 
 class Visits:
@@ -218,63 +177,6 @@ def test_loop_in_a_branch_does_not_wait_for_lanes_that_did_not_take_it(jit):
         got = jax.block_until_ready(batched(n))
         assert visits.count - before == max(steps, 0)
         same(got, np.array([n.bit_length() - 1 for n in lanes], got.dtype))
-
-
-def test_branch_no_lane_takes_calls_nothing_back():
-    calls = []
-
-    def host(x):
-        calls.append(np.asarray(x))
-        assert (x > 0).all()
-        return np.sqrt(x)
-
-    def f(x):
-        root = lambda x: jax.pure_callback(host, jax.typeof(x), x, vmap_method="sequential")
-        return lax.cond(x > 0, root, lambda x: x, x)
-
-    same(jax.jit(bx.vmap(f))(jnp.array([-1.0, 0.0])), jnp.array([-1.0, 0.0]))
-    assert calls == []
-    same(jax.jit(bx.vmap(f))(jnp.array([-1.0, 4.0])), jnp.array([-1.0, 2.0]))
-    assert all(x == 4.0 for x in calls)
-
-
-def test_loop_in_the_body_of_a_loop_that_some_lanes_have_finished():
-    # Halving reaches 0 in a finished lane, and from 0 the inner loop gives up after 1000.
-    visits = Visits(5)
-
-    def inner(n):
-        return lax.while_loop(
-            lambda c: (c[0] % 2 == 0) & (c[1] < 1000),
-            lambda c: (visits(c[0]) // 2, c[1] + 1),
-            (n, 0),
-        )[0]
-
-    f = lambda n: lax.while_loop(lambda c: c[0] > 1, lambda c: (inner(c[0]) // 2, c[1] + 1), (n, 0))
-    n = jnp.array([0, 12, 40, 1, 7])
-    agree(bx.vmap(f), in_turn(f, (0,)), n)
-    before = visits.count
-    jax.block_until_ready(jax.jit(bx.vmap(f))(n))
-    assert visits.count - before < 10
-
-
-def test_callback_in_a_loop_sees_running_lanes_only():
-    def host(x):
-        assert (x > 1).all()
-        return x / 2
-
-    def f(x):
-        halve = lambda x: jax.pure_callback(host, jax.typeof(x), x, vmap_method="sequential")
-        return lax.while_loop(lambda x: x > 1, halve, x)
-
-    x = jnp.array([0.5, 3.0, 9.0])
-    same(bx.vmap(f)(x), jnp.array([0.5, 0.75, 0.5625]))
-
-
-def test_finished_lane_leaks_no_nan_into_tangents():
-    f = lambda x: lax.while_loop(lambda c: c > 1.0, lambda c: jnp.sqrt(c - 1.0), x)
-    x = jnp.array([0.5, 3.0, 1.0, 30.0])
-    batched = lambda x: jax.jvp(bx.vmap(f), (x,), (jnp.ones(4),))
-    agree(batched, in_turn(lambda x: jax.jvp(f, (x,), (1.0,)), (0,)), x)
 
 
 # The primitive by itself.

@@ -102,17 +102,6 @@ def test_numbers_out_of_range_are_taken_as_in_one_example():
         same(jax.jit(bx.vmap(fun))(x, indices), expected, where=f"{i}: ")
 
 
-def counter(x):
-    """Makes a reference that is the same for all lanes, and writes what is not."""
-    ref = jax.new_ref(jnp.zeros(3))
-    ref[0] = x
-    return ref[...]
-
-
-def test_unbatched_reference_that_becomes_batched():
-    check(counter, example((4,)), nested=True)
-
-
 def test_reference_stays_unbatched_where_nothing_batched_is_written():
     def fun(x, y):
         shared, own = jax.new_ref(jnp.zeros(3)), jax.new_ref(jnp.zeros(3))

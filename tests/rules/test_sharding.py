@@ -15,7 +15,7 @@ import batchax as bx
 from batchax.errors import AxisError, UnsupportedError
 from batchax.kernel.registry import find_rule
 
-from support.oracle import at_once, check, check_derivatives, example, same, same_type
+from support.oracle import at_once, check_derivatives, example, same, same_type
 
 MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 X = example((4, 6, 2), seed=1)
@@ -69,12 +69,6 @@ def test_a_sharding_on_one_device_is_one_of_any_rank():
     assert equation(bx.vmap(f), X).params["sharding"] == one
 
 
-def test_sharding_constraint_derivatives():
-    f = functools.partial(bx.vmap, spmd_axis_name="b")(annotate(P("a")))
-    check_derivatives(f, lambda x: x, (X,), second=True, jit=True)
-    check(annotate(P("a")), X, against_jax=False, nested=True, eager=False)
-
-
 def test_unconstrained_dimensions():
     f = lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, P(P.UNCONSTRAINED, "a")))
     for spmd in (None, "b"):
@@ -118,17 +112,6 @@ def test_layout_constraint():
         assert [sorted(kept).index(d) for d in kept] == [1, 0]
         assert ours.primitive is theirs.primitive
     same(jax.jit(bx.vmap(f))(X), X)
-
-
-def test_inspecting_a_sharding():
-    seen = []
-
-    def f(x):
-        jax.debug.inspect_array_sharding(x, callback=seen.append)
-        return x * 2
-
-    same(jax.jit(bx.vmap(f))(X), X * 2)
-    assert seen
 
 
 # shard_map
@@ -218,6 +201,23 @@ PROGRAMS = {
     "gradient": lambda x, w: jax.grad(lambda x: jnp.sin(x @ w).sum())(x),
     "collective": lambda x, w: lax.psum(x, "i") + lax.axis_index("i"),
     "reshard": lambda x, w: jax.sharding.reshard(x, P(None)),
+    "out_sharding of a sum": lambda x, w: lax.reduce_sum(
+        x.reshape(2, 2), (1,), out_sharding=P(None)
+    ),
+    "out_sharding of a product": lambda x, w: jnp.matmul(x, w[:, :2], out_sharding=P("b")),
+    "out_sharding of shapes": lambda x, w: (
+        jnp.broadcast_to(x, (2, 4), out_sharding=P("b", None)),
+        lax.reshape(x, (2, 2), out_sharding=P(None, "b")),
+        lax.clamp(x[0], x, 2.0),
+    ),
+    "out_sharding of a convolution": lambda x, w: lax.conv_general_dilated(
+        x.reshape(1, 2, 2, 1),
+        w.reshape(2, 2, 1, 3),
+        (1, 1),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        out_sharding=NamedSharding(EXPLICIT, P(None, None, None, None)),
+    ),
     "nested": lambda x, w: bx.vmap(lambda y: y * 2 + w.sum())(x),
     "shard_map": lambda x, w: jax.shard_map(
         lambda y: y * 2, mesh=EXPLICIT, in_specs=P(None), out_specs=P(None)

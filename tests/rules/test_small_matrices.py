@@ -129,17 +129,6 @@ def test_on_meshes():
         same(jax.jit(bx.vmap(f))(jax.device_put(xs, P("d"))), expected, LOOSE)
 
 
-def test_inside_of_shard_map():
-    def one(a, np=jnp):
-        roots, values = np.linalg.eigh(a)[0], np.linalg.svd(a, full_matrices=False)[1]
-        both = np.linalg.cholesky(a), np.linalg.inv(a), np.linalg.qr(a)[1]
-        return np.concatenate([*both, np.stack([roots, values], -2)], -2)
-
-    mesh, xs = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,)), definite(2 * LANES)
-    run = jax.jit(jax.shard_map(bx.vmap(one), mesh=mesh, in_specs=P("d"), out_specs=P("d")))
-    same(run(xs), one(xs, np), LOOSE)
-
-
 def test_lanes_that_a_compiler_divides_among_devices_stay_there():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     like = jax.ShapeDtypeStruct((4 * LANES, 2, 2), "float32", sharding=NamedSharding(mesh, P("d")))
@@ -214,16 +203,6 @@ def test_what_is_not_unique_is_the_librarys_where_it_is_read(name):
     assert "small_matrices[" in operations(small_matrices="vectorized")
 
 
-def test_triangles_of_matrices_of_lower_rank_do_not_depend_on_the_number_of_lanes():
-    draws = np.random.default_rng(6)
-    xs = draws.standard_normal((10_000, 3, 1)) * draws.standard_normal((10_000, 1, 3))
-    xs[::3, :, 0] = 0
-    xs = xs.astype("float32")
-    triangles = bx.vmap(lambda a: LA.qr(a, mode="r"))
-    alone = np.concatenate([triangles(xs[i : i + 1]) for i in range(20)])
-    np.testing.assert_allclose(triangles(xs)[:20], alone, atol=1e-6)
-
-
 def test_derivatives_of_what_was_asked_for_are_computed_so():
     xs = jax.ShapeDtypeStruct((10_000, 3, 3), "float32")
 
@@ -267,42 +246,6 @@ def test_outside_of_jit_and_with_jit_disabled():
     same(bx.vmap(f)(xs), jnp.asarray(expected), LOOSE)
     with jax.disable_jit():
         same(bx.vmap(f)(xs), jnp.asarray(expected), LOOSE)
-
-
-def test_the_option_is_checked():
-    same_matrix = lambda x: x
-    for make in (
-        lambda: bx.vmap(same_matrix, small_matrices=3),
-        lambda: bx.auto_vmap(2, small_matrices=3)(same_matrix),
-        lambda: bx.map(same_matrix, np.ones(3), small_matrices=3),
-    ):
-        with pytest.raises(
-            TypeError, match='small_matrices must be "auto", "library" or "vectorized", got 3'
-        ):
-            make()
-
-
-def slow_factorisation(explained):
-    return next(x for x in explained.findings if x.kind == "factorisation of small matrices")
-
-
-def test_explain_says_that_vectors_are_the_librarys():
-    explained = bx.explain(LA.eigh)(definite(10_000))
-    assert "a call of the library for each lane, as results are read that are not" in str(explained)
-    assert slow_factorisation(explained).advice == {"small_matrices": "vectorized"}
-
-
-def test_explain_says_which_ran():
-    f, xs = jnp.linalg.cholesky, jnp.asarray(definite(LANES))
-    assert "an element of all lanes at a time" in str(bx.explain(f)(xs))
-    library = bx.explain(f, small_matrices="library")(xs)
-    assert "a call of the library for each lane" in str(library)
-    slow = slow_factorisation(library)
-    assert (slow.remedy, slow.advice) == (
-        'Remove small_matrices="library".',
-        {"small_matrices": "auto"},
-    )
-    assert "factorisation of small matrices" not in [x.kind for x in bx.explain(f)(xs).findings]
 
 
 def test_products_are_explained():

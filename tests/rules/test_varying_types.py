@@ -8,7 +8,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -271,21 +270,6 @@ def test_lanes_cannot_meet_over_the_axis_that_spreads_them():
         jax.eval_shape(one(lambda x: lax.psum(x, "a")), x)
     got = jax.jit(one(lambda x: x * lax.psum(lax.axis_index("a"), "a")))(x)
     same(got, x)  # of what is the same in all lanes
-
-
-def test_a_shard_map_over_other_axes_than_the_lanes():
-    def f(x):
-        def body(x):
-            return x * 2 + lax.psum(x, "b")
-
-        return jax.shard_map(body, mesh=MESH, in_specs=P("b"), out_specs=P("b"), axis_names={"b"})(
-            x
-        )
-
-    x = example((4, 6), seed=3)
-    y = np.asarray(x)
-    want = 2 * y + np.tile(y[:, :3] + y[:, 3:], 2)
-    same(jax.jit(bx.vmap(f, spmd_axis_name="a"))(x), want)
 
 
 @pytest.mark.parametrize("count", [1, 4])

@@ -35,9 +35,9 @@ from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
 from rules.test_collectives import COLLECTIVES
 from rules.test_elementwise import COUNT, NARY, UNARY
+from rules.test_families import PLAIN, START, WINDOW, pool
 from rules.test_linalg import DIFFERENTIABLE, VALUES_ONLY
 from rules.test_reduction import DTYPES, cumulative, reduction
-from rules.test_windows import PLAIN, START, WINDOW, pool
 
 # Functions that are called through one primitive or another.
 
