@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import batchax as bx
@@ -48,34 +47,6 @@ def test_defaults_come_by_position_and_keyword_only_arguments_by_name(vmap):
     assert in_batched == [True, False, True, False]
     assert list(kwargs) == ["scale", "mode"]
     assert kwargs["mode"] == "other"
-
-
-@VMAPS
-def test_what_is_known_reaches_function_and_rule_as_it_is(vmap):
-    weights, table = np.ones(2, np.float32), jnp.arange(2.0)
-    noted = []
-
-    @bx.custom_vmap
-    def f(x, kind, function, weights, table, count):
-        noted.append((kind, function, weights, table, count))
-        return function(x) * weights.sum() + count
-
-    @f.def_vmap
-    def rule(axis_size, in_batched, x, *known):
-        noted.append(known)
-        assert in_batched == [True, False, False, False, False, False]
-        return f.fun(x, *known), True
-
-    xs = example((3,))
-    axes = (0, None, None, None, None)
-    run = lambda x, weights, table, count, _: f(x, "cosine", jnp.cos, weights, table, count)
-    same(vmap(run, in_axes=axes)(xs, weights, table, 3, 0.0), jnp.cos(xs) * 2 + 3)
-    for kind, function, w, t, count in noted:
-        assert kind == "cosine"
-        assert function is jnp.cos
-        assert count == 3
-        assert w is weights
-        assert t is table
 
 
 @VMAPS
@@ -128,20 +99,6 @@ def test_methods(vmap):
     same(vmap(Model(2.0).predict)(xs), 20 * xs)
     same(Model(2.0).predict(xs[0]), 2 * xs[0])
     same(vmap(lambda x: Model.predict(Model(3.0), x))(xs), 30 * xs)
-
-
-def test_outside_of_transformations_it_is_the_function():
-    @bx.custom_vmap
-    def f(x):
-        assert not isinstance(x, jax.core.Tracer)
-        return x if x > 0 else "negative"
-
-    @f.def_vmap
-    def rule(axis_size, in_batched, x):
-        raise AssertionError("not to be called")
-
-    assert f(jnp.float32(-1.0)) == "negative"
-    assert f(2.0) == 2.0
 
 
 @pytest.mark.parametrize(

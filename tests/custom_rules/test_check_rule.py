@@ -180,18 +180,3 @@ def test_rounding_of_terms_that_cancel():
     flat = with_rule(lambda n, batched, x: (x - x + 1e-3, True), lambda x: x - x)
     with pytest.raises(bx.RuleMismatchError, match=r"0\.001\S*, expected 0\.0"):
         bx.check_rule(flat, q)
-
-
-def test_many_arguments():
-    f = bx.custom_vmap(lambda tree, y: sum(tree.values()) * y)
-    seen = set()
-
-    @f.def_vmap
-    def rule(axis_size, in_batched, tree, y):
-        seen.add(str(in_batched))
-        axes = jax.tree.map(lambda b: 0 if b else None, in_batched)
-        return bx.vmap(f.fun, tuple(axes))(tree, y), True
-
-    tree = {name: jnp.float32(k) for k, name in enumerate("abcdef")}
-    bx.check_rule(f, tree, jnp.ones(2), derivatives=False)
-    assert len(seen) == 3  # each argument alone, and both

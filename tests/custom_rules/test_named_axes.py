@@ -114,16 +114,6 @@ def test_what_a_rule_is_told(vmap):
     ]
 
 
-@VMAPS
-def test_collectives_of_the_other_axis(vmap):
-    f = with_rule(
-        lambda n, b, x: (x - lax.pmean(x, "outer"), True), lambda x: x - lax.pmean(x, "outer")
-    )
-    xs = example((3, 4))
-    want = jax.vmap(jax.vmap(lambda x: x - lax.pmean(x, "outer")), axis_name="outer")(xs)
-    same(vmap(vmap(f), axis_name="outer")(xs), want)
-
-
 # per-example collective, whether the lanes of its operand differ
 COLLECTIVES = {
     "psum": lambda x, name: lax.psum(x, name),

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.custom_batching import custom_vmap as jax_custom_vmap
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -115,42 +114,6 @@ def test_vmap_of_shard_map(vmap, checked, which):
     got = jax.jit(outside(run(f.function)))(many, W)
     same(got, plainly(outside(ten), many, W), {"rtol": 1e-4, "atol": 1e-4})
     assert {size for size, _ in f.seen} == {3}
-
-
-@VMAPS
-@CHECKED
-@pytest.mark.each_commit(2)
-def test_sequential_vmap_and_chunks_on_shards(vmap, checked):
-    run = on_shards(over_lanes(bx.sequential_vmap(plain), vmap), checked)
-    want = jax.grad(total(plain), (0, 1))(XS, W)
-    same(jax.jit(run)(XS, W), plain(XS, W))
-    same(jax.jit(jax.grad(total(run), (0, 1)))(XS, W), want)
-    f = Telling(plain, ten)
-    run = on_shards(bx.vmap(f.function, (0, None), batch_size=1), checked)
-    same(jax.jit(run)(XS, W), ten(XS, W))
-    got = jax.jit(jax.grad(total(run), (0, 1)))(XS, W)
-    same(got, plainly(jax.grad(total(ten), (0, 1)), XS, W))
-    assert f.seen == {(1, (True, False))}
-
-
-@jax_custom_vmap
-def of_jax(x, w):
-    return plain(x, w)
-
-
-@of_jax.def_vmap
-def _(axis_size, in_batched, x, w):
-    return ten(x, w), True
-
-
-@CHECKED
-def test_custom_vmap_of_jax_on_shards(checked):
-    run = on_shards(over_lanes(of_jax, bx.vmap), checked)
-    same(jax.jit(run)(XS, W), ten(XS, W))
-    push = OUTSIDE["jvp"]
-    same(jax.jit(push(run))(XS, W), push(ten)(XS, W))
-    many = jnp.stack([XS, 2 * XS, -XS])
-    same(jax.jit(bx.vmap(on_shards(of_jax, checked), (0, None)))(many, W), ten(many, W))
 
 
 @VMAPS

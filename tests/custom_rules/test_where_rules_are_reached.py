@@ -72,41 +72,33 @@ INSIDE = {
 }
 
 
-@VMAPS
-@pytest.mark.parametrize("which", INSIDE)
-@pytest.mark.each_commit(11)
-def test_a_batch_is_by_the_rule_however_it_is_differentiated_inside(vmap, which):
-    inside, f = INSIDE[which], Telling(plain, ten)
-    ours = vmap(inside(f.function))
-    agree(ours, jax.vmap(inside(ten)), XS, WS)
-    assert f.seen == {(3, BOTH)}
-    if which in ("value", "grad"):  # outside of jit
-        same(ours(XS, WS), plainly(jax.vmap(inside(ten)), XS, WS))
-
-
-OUTSIDE = {
-    name: INSIDE[name]
-    for name in ("jvp", "linearize", "vjp", "grad", "value_and_grad", "jacfwd", "jacrev", "hessian")
-} | {
+# Which of them are tried around a batch, too; and what is tried there alone.
+AROUND = "jvp linearize vjp grad value_and_grad jacfwd jacrev hessian scan".split()
+OUTSIDE = {name: INSIDE[name] for name in [*AROUND, "grad of checkpoint"]} | {
     "jit of grad": lambda f: jax.jit(gradient(f)),
-    "grad of checkpoint": lambda f: gradient(jax.checkpoint(f)),
-    "scan": lambda f: lambda x, w: lax.scan(lambda c, _: (f(c, w), c), x, length=2),
     "directions": lambda f: (
         lambda x, w: jax.vmap(lambda t: jax.jvp(f, (x, w), (t, t))[1])(jnp.stack([x, w, x]))
     ),
 }
+ORDERS = [
+    *(("inside", name, derived) for name, derived in INSIDE.items()),
+    *(("outside", name, derived) for name, derived in OUTSIDE.items()),
+]
 
 
 @VMAPS
-@pytest.mark.parametrize("which", OUTSIDE)
-@pytest.mark.each_commit(12)
-def test_derivatives_of_a_batch_are_those_of_the_rule(vmap, which):
-    outside, f = OUTSIDE[which], Telling(plain, ten)
-    ours = outside(vmap(f.function))
-    agree(ours, outside(jax.vmap(ten)), XS, WS)
+@pytest.mark.parametrize(
+    ("where", "name", "derived"), ORDERS, ids=lambda x: x if type(x) is str else ""
+)
+@pytest.mark.each_commit(20)
+def test_a_batch_is_by_the_rule_however_it_is_differentiated(vmap, where, name, derived):
+    f = Telling(plain, ten)
+    order = (lambda f, v: v(derived(f))) if where == "inside" else lambda f, v: derived(v(f))
+    ours, by_hand = order(f.function, vmap), order(ten, jax.vmap)
+    agree(ours, by_hand, XS, WS)
     assert f.seen == {(3, BOTH)}
-    if which in ("jvp", "linearize", "grad"):  # outside of jit
-        same(ours(XS, WS), outside(jax.vmap(ten))(XS, WS))
+    if name in ("value", "grad", "jvp"):
+        same(ours(XS, WS), plainly(by_hand, XS, WS))  # outside of jit
 
 
 @VMAPS

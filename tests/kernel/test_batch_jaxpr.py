@@ -73,21 +73,6 @@ def test_zero_if_mapped():
     same(run(mixed, x, 2.0)[0], jax.vmap(program, (1, None))(x, 2.0)[0])
 
 
-@pytest.mark.parametrize("taken", [False, True])
-def test_of_any_number_of_lanes(taken):
-    """One program that is exported once, and called for batches of several sizes."""
-    (size,) = jax.export.symbolic_shape("b") if taken else (3,)
-    fun = lambda x: jnp.tanh(x).sum() * x
-    staged = jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((size,), jnp.zeros(()).dtype))
-    batched, axes = bx.batch_jaxpr(staged, None, 0)
-    assert axes == (0,)
-    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in batched.in_avals]
-    exported = jax.export.export(jax.jit(jaxpr_as_fun(batched)))(*types)
-    for lanes in (1, 5):
-        x = example((lanes, 3))
-        same(exported.call(x)[0], plainly(jax.vmap(fun), x))
-
-
 READS = {
     "a place": lambda x, i: x[i],
     "a window": lambda x, i: lax.dynamic_slice(x, (i,), (2,)),

@@ -53,18 +53,6 @@ def test_equinox_unvmapped_predicate_stays_unbatched():
     assert jnp.array_equal(x, jnp.full(3, 5.0))
 
 
-def test_jax_rule_sees_the_axis_name():
-    p = primitive("named")
-
-    def rule(axis_data, args, dims, **params):
-        assert (axis_data.name, axis_data.size) == ("i", 3)
-        return args[0] * axis_data.size, dims[0]
-
-    batching.fancy_primitive_batchers[p] = rule
-    got = bx.vmap(lambda x: p.bind(x), axis_name="i")(X)
-    assert jnp.array_equal(got, 3 * X)
-
-
 def without_rule(name):
     """A primitive that doubles, of which neither batchax nor JAX knows how to batch it."""
     p = primitive(name)

@@ -8,7 +8,6 @@ from jax import lax, random
 import batchax as bx
 
 KEYS = (6,)
-TABLE = (2, 3)
 
 
 def split_twice(key):
@@ -102,23 +101,6 @@ def test_reuse_is_seen(way):
 def step(key, x):
     key, other = random.split(key)
     return key, random.normal(other) + x
-
-
-X = jnp.arange(6.0).reshape(2, 3)
-first_columns = lambda f: lambda keys: bx.scan(lambda c, k: (c, f(k[0])), in_axes=1)(0, keys)[1]
-until = lambda f: lambda keys: bx.scan(lambda c, k: (c + 1, f(k)), until=lambda c: c > 3)(0, keys)
-of_keys = lambda f: lambda keys: bx.scan(lambda c, k: (c, f(k)))(0, keys)
-
-
-def test_scans():
-    along_columns = lambda key: bx.scan(step, in_axes=1, out_axes=1)(key[0], X)[1]
-    assert not reuses(along_columns, (1,))
-    assert not reuses(lambda key: bx.scan(step)(key[0], X[0])[1], (1,))
-    for scan, keys in ((first_columns, TABLE), (until, KEYS), (of_keys, KEYS)):
-        assert not reuses(scan(split_twice), keys)
-        assert reuses(scan(twice), keys)
-    same_key = lambda key: bx.scan(lambda c, x: (c, random.normal(key[0]) + x), in_axes=1)(0, X)
-    assert reuses(same_key, (1,))
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}])

@@ -115,12 +115,6 @@ def test_what_a_rule_is_told_by_jax():
     assert CALLS == [(4, "i", None), (4, None, ("m",))]
 
 
-def test_a_rule_is_not_asked_where_nothing_is_batched():
-    CALLS.clear()
-    same(jax.vmap(lambda x, y: x + twisted_p.bind(y), (0, None))(X, X[0]), X + twisted(X[0]))
-    assert CALLS == []
-
-
 def test_a_rule_that_jax_has_stays():
     """Whether it was there before, or came later."""
     before, later = (new_primitive(n, jnp.sin, lambda x: x.shape) for n in ("before", "later"))
@@ -152,23 +146,6 @@ def test_a_rule_of_a_users_in_jaxs_table_is_honoured_for_primitives_with_a_rule_
         same(batched(X / 100), 7.0 * X.shape[1] + jnp.sin(X / 100))
     told = bx.explain(f, compile=False)(X)
     assert [e.service for e in told.walk() if e.primitive == "erf_inv"] == ["jax"]
-
-
-@pytest.mark.parametrize("name", ["erf_inv_p", "cumsum_p"])
-def test_a_rule_of_a_users_in_jaxs_table_is_honoured_for_rows(name, monkeypatch):
-    """In padded rows, a batch of arrays; or where padding is in the way, by length."""
-    rules, p = batching.fancy_primitive_batchers, getattr(jax.lax, name)
-    monkeypatch.setitem(rules, p, rules[p])
-
-    def rule(args, dims, **params):
-        return args[0] * 0 + 7, dims[0]
-
-    batching.primitive_batchers[p] = rule
-    rows = bx.Ragged.from_rows([X[0, :n] / 100 for n in (3, 1, 0, 2)])
-    params = {"erf_inv_p": {}, "cumsum_p": {"axis": 0, "reverse": False}}[name]
-    f = lambda x: p.bind(x, **params)
-    for batched in (bx.vmap(f), jax.jit(bx.vmap(f)), bx.vmap(f, layout="packed")):
-        same(batched(rows).data, jnp.full(6, 7.0, X.dtype))
 
 
 def test_rules_of_jax_are_known_as_such():

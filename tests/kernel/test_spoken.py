@@ -123,18 +123,6 @@ def test_what_is_refused_is_named_as_users_know_it(name):
     assert not message.startswith(":")
 
 
-def test_what_is_found_is_named_as_users_know_it():
-    """In what `explain`, `same_program` and `find_nonfinite` say."""
-    double = with_rule(lambda x, i: 2 * x)
-    fun = lambda x: chunks(jnp.sin)(newton(double(x)))
-    told = str(bx.explain(bx.vmap(fun), compile=False)(X))
-    told += str(bx.same_program(chunks(fun), chunks(lambda x: fun(x) + 1), X))
-    told += str(bx.find_nonfinite(lambda x: fun(x / 0))(X))
-    for primitive in _own:
-        assert not re.search(rf"= {primitive.name}\b|`{primitive.name}`", told)
-    assert "vmap in chunks" in told
-
-
 def test_the_line_is_that_of_what_is_inside_where_batchax_made_the_equation():
     nested = bx.vmap(chunks(lambda x: jnp.sin(x)), batch_size=2)
     eqns = jax.make_jaxpr(nested)(X[:, :, None]).jaxpr.eqns
@@ -143,11 +131,3 @@ def test_the_line_is_that_of_what_is_inside_where_batchax_made_the_equation():
     assert re.search(HERE, line_of(outer))
     (sine,) = jax.make_jaxpr(jnp.sin)(1.0).jaxpr.eqns
     assert spoken(sine) == "`sin`"
-
-
-def test_a_sum_over_devices_by_its_name():
-    """In `shard_map` JAX has a primitive of another name for it."""
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    spread = lambda f: jax.shard_map(f, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P())
-    staged = jax.make_jaxpr(spread(lambda x: lax.psum(x, "d")))(X)
-    assert [spoken(e) for e in staged.eqns[0].params["jaxpr"].eqns] == ["`psum`"]

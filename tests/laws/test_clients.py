@@ -81,22 +81,6 @@ def nnx_training_step_of_an_ensemble(dtype):
 
 
 @program
-def optax_gradient_through_training(dtype):
-    optimizer = optax.adam(1e-2)
-
-    def last_loss(target, x):
-        def step(carry, _):
-            x, state = carry
-            loss, gradient = jax.value_and_grad(lambda x: jnp.sum((x - target) ** 4))(x)
-            updates, state = optimizer.update(gradient, state)
-            return (optax.apply_updates(x, updates), state), loss
-
-        return jax.lax.scan(step, (x, optimizer.init(x)), None, length=3)[1][-1]
-
-    return jax.value_and_grad(last_loss), (points(dtype), points(dtype, 2))
-
-
-@program
 def optax_line_search(dtype):
     optimizer = optax.lbfgs(memory_size=2)
 
@@ -149,24 +133,6 @@ def optimistix_gradient_of_a_root(dtype):
         return found.value, found.stats["num_steps"]
 
     return jax.value_and_grad(root, has_aux=True), (points(dtype, low=0.5, high=90.0),)
-
-
-@program
-def optimistix_gradient_of_least_squares(dtype):
-    def fit(a):
-        found = optimistix.least_squares(
-            lambda y, a: jnp.stack([10 * (y[1] - y[0] ** 2), a - y[0]]),
-            optimistix.LevenbergMarquardt(rtol=1e-3, atol=1e-3),
-            jnp.array([-1.0, 1.0], dtype),
-            args=a,
-            max_steps=64,
-            # The callback that throws keeps random bytes of each trace (equinox._errors), so that
-            # no two traces are the same program.
-            throw=False,
-        )
-        return found.value.sum(), found.stats["num_steps"]
-
-    return jax.value_and_grad(fit, has_aux=True), (points(dtype, low=0.5, high=2.0),)
 
 
 @program
@@ -261,27 +227,6 @@ def gradient(batched):
         return sum(jnp.sum(x) for x in outs if jnp.issubdtype(x.dtype, jnp.inexact))
 
     return lambda *args: jax.grad(loss)(args)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program_traced_again(name):
-    # JAX keeps what it traced of a jitted function, derivative rules as well. Whatever traced it
-    # before, the program is the one of a function that was never traced.
-    fun, args = PROGRAMS[name](DTYPE)
-    few = jax.tree.map(lambda x: x[:2], args)
-    ways = [jax.vmap, bx.vmap, lambda f: bx.vmap(f, batch_size=1)]
-    cases = [(fun, lambda f: f)]
-    if hasattr(fun, "__wrapped__"):  # differentiated above; here around the batched function
-        cases.append((fun.__wrapped__, gradient))
-    for one, around in cases:
-        for order in ways, ways[::-1]:
-            staged = jax.jit(lambda *args, one=one: one(*args))
-            for vmap, batch in itertools.product(order, [args, few]):
-                jax.make_jaxpr(jax.jit(around(vmap(staged))))(*batch)
-            for vmap in ways[1:]:
-                new = jax.jit(lambda *args, one=one: one(*args))
-                assert bx.same_program(around(vmap(new)), around(vmap(staged)), *args)
 
 
 # The libraries' own calls of `jax.vmap`.

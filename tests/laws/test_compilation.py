@@ -52,28 +52,3 @@ def test_export_for_any_batch_size(given):
     for size in (1, 3, 5):
         x = example((size, 4), seed=size)
         same(exported.call(x, W), EXPECTED(x, W))
-
-
-def test_a_function_batched_again_after_jit_is_compiled_once():
-    traced = []
-
-    @jax.jit
-    def inner(x):
-        traced.append(x)
-        return jnp.sin(x) * 2
-
-    f = bx.vmap(inner)
-    for _ in range(3):
-        same(f(X), jnp.sin(X) * 2)
-    assert len(traced) == 1
-
-
-def test_names_reach_the_compiled_program():
-    def scaled(x):
-        with jax.named_scope("marked"):
-            return jnp.sin(x) * 2
-
-    text = jax.jit(bx.vmap(scaled)).lower(X).as_text(debug_info=True)
-    assert "marked" in text
-    assert "vmap(" in text
-    assert "test_compilation.py" in text

@@ -103,10 +103,3 @@ def test_errors_of_callbacks_are_those_of_jax():
     error = error_of(bx.vmap, fun, jnp.arange(4.0, dtype="float32"))
     assert type(error) is jax.errors.JaxRuntimeError
     assert "no such number" in str(error)
-
-
-def test_lanes_that_take_no_arguments():
-    """They are all alike: the first is asked."""
-    fun = bx.vmap(lambda: eqx.error_if(jnp.float32(1), jnp.array(True), "no"), axis_size=3)
-    with pytest.raises(RuntimeError, match="no"):
-        jax.block_until_ready(fun())

@@ -12,15 +12,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
 import batchax as bx
 from batchax.analysis.hlo import read_module
-from batchax.rules.calls import in_turn
-
-from support.oracle import same
 
 X = jnp.linspace(1.0, 2.0, 7)
 
@@ -95,29 +91,6 @@ PROGRAMS = {
 @pytest.mark.each_commit(9)
 def test_one_after_another(name):
     assert one_after_another(PROGRAMS[name])
-
-
-@pytest.mark.compiles(60)
-def test_waiting_changes_nothing():
-    first = jnp.array([np.nan, 1.0, 2.0])
-    second = jnp.array([np.nan, -np.inf, -0.0]), 1j * first, jnp.arange(3), jnp.float16(3)
-
-    def f(first, second):
-        return in_turn([first], second)
-
-    same(jax.jit(f)(first, second), ([first], list(second)))
-    assert jnp.signbit(jax.jit(f)(first, second)[1][0][2])
-    each = jax.vmap(f, (None, (0, 0, 0, None)), (None, [0, 0, 0, None]))
-    same(jax.jit(each)(first, second), f(first, second))
-
-    def squares(x, y):
-        (x,), (y,) = in_turn([x**2], [y**3])
-        return x, y
-
-    plain = lambda x, y: (x**2, y**3)
-    for derivative in (jax.jacfwd, jax.jacrev):
-        got = jax.jit(derivative(squares, (0, 1)))(X[:2], X[2:4])
-        same(got, derivative(plain, (0, 1))(X[:2], X[2:4]))
 
 
 @pytest.mark.parametrize("seconds", [0.1, pytest.param(0.5, marks=pytest.mark.nightly)])

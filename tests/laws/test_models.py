@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from jax import lax
 
 import batchax as bx
@@ -106,38 +106,6 @@ def test_nnx_model_that_all_lanes_share(fun):
     agrees(fun, (None, 0, 0), Net(nnx.Rngs(0)), XS, YS)
 
 
-def test_nnx_models_of_their_own():
-    models = nnx.vmap(lambda key: Net(nnx.Rngs(key)))(KEYS)
-    agrees(nnx.grad(loss), (0, None, 0), models, XS[0], YS)
-
-
-def test_nnx_around():
-    model = Net(nnx.Rngs(0))
-
-    @nnx.jit
-    def both(model):
-        total = lambda batched: (
-            lambda m: jnp.sum(jnp.sin(batched(lambda m, x: m.layer(x), (None, 0))(m, XS)))
-        )
-        apply = lambda batched: batched(lambda m, x: m.layer(x), (None, 0))
-        ranks = bx.auto_vmap(None, 1)(lambda m, x: nnx.grad(loss)(m, x, YS[0]))
-        return [
-            numbers(
-                [
-                    nnx.vmap(apply(vmap), in_axes=(None, 0))(model, XS[None]),
-                    nnx.grad(total(vmap))(model),
-                    by_rank(model, XS),
-                ]
-            )
-            for vmap, by_rank in (
-                (bx.vmap, ranks),
-                (jax.vmap, jax.vmap(lambda m, x: nnx.grad(loss)(m, x, YS[0]), (None, 0))),
-            )
-        ]
-
-    same(*both(model), CLOSE)
-
-
 @pytest.mark.parametrize(
     ("model", "grad"),
     [(Net(nnx.Rngs(0)), nnx.grad), (mlp(KEYS[0]), eqx.filter_grad)],
@@ -166,39 +134,6 @@ def test_clipped_gradients(model, grad):
     for way in WAYS:
         assert jax.tree.structure(got[way]) == jax.tree.structure(expected)
         same(numbers(got[way]), numbers(expected), CLOSE, way)
-
-
-def test_nnx_random_streams():
-    """One for all lanes draws the same for each; split, each lane has its own."""
-    draw = lambda stream, x: x + jax.random.normal(stream(), x.shape, x.dtype)
-    agrees(draw, (None, 0), nnx.Rngs(0), XS)
-    agrees(draw, (0, 0), nnx.Rngs(0).split(LANES), XS)
-
-
-def test_what_is_no_tree_stays_known():
-    """A model may hold bools, strings and functions, and be branched on."""
-
-    def run(config, x):
-        if config["deep"] and config["name"] == "net" and config["times"] == 2:
-            config["seen"].append(x)  # stays inside
-            return config["activation"](x * config["times"])
-        raise AssertionError
-
-    config = dict(deep=True, name="net", times=2, activation=jnp.tanh, seen=[])
-    for way in WAYS.values():
-        got = bx.vmap(run, (None, 0), **way)(config, XS)
-        same(got, np.tanh(2 * np.asarray(XS)), CLOSE)
-    assert config["seen"] == []
-
-
-def test_linen_model():
-    model = linen.BatchNorm(use_running_average=False, axis_name="batch")
-    variables = jax.jit(model.init)(jax.random.key(0), XS)
-    run = lambda v, x: model.apply(v, x, mutable=["batch_stats"])
-    agrees_named = [
-        f(run, (None, 0), axis_name="batch")(variables, XS) for f in (bx.vmap, jax.vmap)
-    ]
-    same(*map(numbers, agrees_named), CLOSE)
 
 
 # Libraries that the environments of the suite do not have: `make test-newest` installs them.
@@ -279,13 +214,6 @@ def test_equinox_models_stacked_made_and_run():
     expected, got = all_ways(XS)
     for name, results in got.items():
         same(results, expected, CLOSE, name)
-
-
-@pytest.mark.parametrize("out_axes", [0, eqx.if_array(0), bx.AUTO], ids=str)
-def test_a_constructor_over_keys(out_axes):
-    models = bx.vmap(mlp, out_axes=out_axes)(KEYS)
-    assert models.activation is mlp(KEYS[0]).activation
-    assert jax.tree.structure(models) == jax.tree.structure(eqx.filter_vmap(mlp)(KEYS))
 
 
 def test_objects_among_arguments_and_results():

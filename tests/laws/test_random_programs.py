@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
 
 from fuzz.blocks import blocks
-from fuzz.evaluate import NotFinite, Tied, evaluate, only_finite
+from fuzz.evaluate import Tied, evaluate, only_finite
 from fuzz.judge import Discarded, Problem, adds_up_infinities, judge, of_nan, told_otherwise
 from fuzz.rows import draw_rows, judge_rows
 from fuzz.ways import draw_case
@@ -99,24 +98,6 @@ def test_ordered_calls_happen_in_the_order_of_some_loop():
     by_lane = [by_step[0], by_step[2], by_step[1], by_step[3]]
     assert "order in a lane" in told_otherwise(by_lane, [by_step], ONE)
     assert told_otherwise(by_lane, [by_step, by_lane], ONE) is None
-
-
-def convolved(padding):
-    return jax.make_jaxpr(
-        lambda x: lax.conv_general_dilated(x[None, None], x[None, None], (1,), padding)
-    )(np.ones(3))
-
-
-def test_a_lane_that_is_finite_is_not_excused_by_another():
-    infinite, finite = np.array([np.inf, 1, 2]), np.ones(3)
-    token = only_finite.set(True)
-    try:
-        evaluate(convolved("SAME"), [[finite]])
-        evaluate(convolved("VALID"), [[infinite]])  # no padding: no product with zero
-        with pytest.raises(NotFinite):
-            evaluate(convolved("SAME"), [[infinite]])
-    finally:
-        only_finite.reset(token)
 
 
 @pytest.mark.parametrize(

@@ -93,13 +93,6 @@ def test_sums_over_lanes_begin_with_zero(lanes):
             assert not np.signbit(run(x)), batch_size
 
 
-def test_sums_of_rows_begin_with_zero():
-    rows = [np.full(n, -0.0, "float32") for n in (2, 3, 0, 7)]
-    for options in ({}, {"batch_size": 3}, {"layout": "padded"}):
-        run = jax.jit(bx.vmap(lambda v: (v.sum(), v @ v), **options))
-        assert not np.signbit(run(bx.Ragged.from_rows(rows))).any()
-
-
 def summing(v):
     """Sums that are 0 for some examples, whose derivatives are not."""
     rows, around = v.reshape(2, 4), jnp.outer(v[:4] + 1, v[4:])

@@ -81,16 +81,6 @@ def test_under_other_transformations():
     same(want["scan"], want["jit"].sum(1, keepdims=True))
 
 
-def test_around_other_transformations():
-    gradients = bx.auto_vmap(2, 1)(jax.grad(plain))
-    want = jax.vmap(jax.vmap(jax.grad(plain), (None, 0)), (0, None))(W[:, 0], X)
-    same(gradients(W, X), want)
-    same(bx.auto_vmap(2, 1)(jax.jit(plain))(W, X), reference(W, X))
-    inner = bx.auto_vmap(1, 1)(jnp.dot)
-    nested = bx.auto_vmap(2, 1)(lambda w, x: jnp.tanh(inner(w, x)).sum())
-    same(nested(W, X), reference(W, X))
-
-
 def test_sharded_batches():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     placed = jax.device_put(X[:4], jax.NamedSharding(mesh, jax.P("data")))

@@ -42,19 +42,6 @@ def test_the_example(how):
     assert f.__name__ == "foo"
 
 
-def test_ranks_that_are_left_out_are_not_batched():
-    seen = []
-
-    @bx.auto_vmap(1, z=0)
-    def f(x, y, z, mode, w=None):
-        seen.append((y, mode, w))
-        return x.sum() * y.shape[0] + z if mode == "sum" else x
-
-    y, w = np.ones((7, 2)), object()
-    same(f(V, y, jnp.zeros((2, 1)), "sum", w), jnp.full((2, 5), 21.0))
-    assert all(a is y and b == "sum" and c is w for a, b, c in seen)
-
-
 @pytest.mark.parametrize(
     "ranks",
     [1, {"a": 1, "b": 1}, {"a": 1, "b": [1, 1]}],
@@ -69,17 +56,6 @@ def test_trees(ranks):
     got = f({"a": a, "b": b})
     one = lambda a, b0: {"out": a @ b0, "all": a.sum() + b0.sum() + b[1].sum()}
     same(got, jax.vmap(jax.vmap(one, (None, 0)), (0, None))(a[:, 0], b[0]))
-
-
-def test_arguments_passed_as_none():
-    @bx.auto_vmap(x=1, mask=1, tree=0)
-    def f(x, mask=None, tree=None):
-        y = x if mask is None else x * mask
-        return y.sum() if tree is None else y.sum() + (tree["a"] or 0.0)
-
-    same(f(V), jnp.full(5, 3.0))
-    same(f(V, None), jnp.full(5, 3.0))
-    same(f(V, jnp.ones((2, 1, 3)), {"a": None}), jnp.full((2, 5), 3.0))
 
 
 def test_defaults_are_left_to_the_function():
@@ -175,14 +151,6 @@ def test_numbers_lists_and_numpy_arrays():
     same(g({"a": [[1.0, 2.0], [3.0, 4.0]], "b": [2.0, [1.0, 2.0]]}), jnp.array([5.0, 11.0]))
 
 
-def test_a_list_of_arrays_is_a_tree_and_so_is_a_tuple_of_numbers():
-    f = bx.auto_vmap(1)(lambda xs: xs[0] @ xs[1])
-    same(f([V, V[0]]), jnp.full(5, 3.0))
-    f = bx.auto_vmap(0, x=0)(lambda limits, x: jnp.clip(x, *limits))
-    same(f((0.0, 2.0), WEIGHTS * 2), jnp.array([0.0, 2.0, 2.0]))
-    same(f(([0.0, 3.0], 2.0), 2.5), jnp.array([2.0, 2.0]))
-
-
 class Affine(NamedTuple):
     w: Any
     b: Any = None
@@ -228,14 +196,6 @@ def test_annotations():
     assert f(v, m, tree={"a": jnp.ones((6, 1, 1, 3))}).shape == (6, 4, 5, 3)
     assert f(v, m, index=jnp.ones((8, 1, 1, 2, 3, 7, 2), int)).shape == (8, 4, 5, 3)
     assert f(v, m, index=jnp.ones((8, 1, 1, 1, 3, 7, 2), int)).shape == (8, 4, 5, 3)
-
-
-def test_parameters_called_like_options():
-    @bx.auto_vmap(x=1, batch_size=0)
-    def f(x, batch_size):
-        return x.sum() * batch_size
-
-    same(f(V, jnp.arange(5.0)), 3 * jnp.arange(5.0))
 
 
 class Counter:

@@ -12,12 +12,6 @@ from support.rows import ragged
 WEIGHTS = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2)), float)
 
 
-def test_a_whole_row_is_one_example():
-    x = ragged(3)
-    got = bx.auto_vmap(2, 2)(lambda x, w: (x @ w).sum(0))(x, WEIGHTS)
-    same(got, jnp.stack([(row @ WEIGHTS).sum(0) for row in x.rows()]))
-
-
 def test_each_row_may_have_an_array_of_its_own():
     x, w = ragged(3), np.stack([WEIGHTS * k for k in range(1, 5)])
     got = bx.auto_vmap(2, 2)(lambda x, w: (x @ w).sum(0))(x, w)
@@ -38,12 +32,6 @@ def test_a_signature_names_the_size_of_a_row():
     got = bx.auto_vmap("(n,d),(d,k)->(n,k)")(lambda x, w: x @ w)(x, WEIGHTS)
     for mine, row in zip(got.rows(), x.rows(), strict=True):
         same(mine, row @ WEIGHTS)
-
-
-def test_rows_in_chunks():
-    x = ragged(3)
-    f = lambda x: x.sum(0)
-    same(bx.auto_vmap(2, batch_size=2)(f)(x), bx.auto_vmap(2)(f)(x))
 
 
 def test_what_does_not_broadcast_with_the_rows_is_named():

@@ -100,11 +100,6 @@ def test_outputs_that_are_not_as_declared(fun, signature, message):
         bx.auto_vmap(signature)(fun)(jnp.ones((4, 3)))
 
 
-def test_a_new_name_in_the_outputs():
-    f = bx.auto_vmap("(n)->(m),(m)")(lambda x: (x[1:], x[:-1]))
-    assert [y.shape for y in f(jnp.ones((4, 3)))] == [(4, 2), (4, 2)]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

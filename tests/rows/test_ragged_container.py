@@ -174,22 +174,6 @@ def test_trees_may_hold_placeholders_in_place_of_arrays():
 # Derivatives.
 
 
-def test_gradients_of_a_ragged_are_ragged():
-    x = example(2)
-    weights = values((4, 3, 2))
-    loss = lambda x: (x.to_padded() * weights).sum()
-    expected = np.concatenate([w[:n] for w, n in zip(weights, LENGTHS, strict=True)])
-    g = jax.grad(loss, allow_int=True)(x)
-    assert isinstance(g, bx.Ragged)
-    assert len(g) == 4
-    assert "lengths=none, of a derivative" in repr(g)
-    same_ragged(x.with_data(g.data), x.with_data(expected))
-    g = x.with_data(jax.grad(lambda data: loss(x.with_data(data)))(x.data))
-    same_ragged(g, x.with_data(expected))
-    g = jax.jit(jax.grad(loss, allow_int=True))(x)
-    same_ragged(x.with_data(g.data), x.with_data(expected))
-
-
 @pytest.mark.parametrize("use", [lambda g: g.rows(), lambda g: g[0], lambda g: g.to_padded()])
 def test_what_needs_the_lengths_of_a_derivative_says_that_it_has_none(use):
     g = jax.grad(lambda x: x.data.sum(), allow_int=True)(example())

@@ -81,24 +81,6 @@ def test_options_and_gradients(option):
     assert jax.tree.structure(gradient) == jax.tree.structure(batch)
 
 
-def test_around_jax_transformations():
-    batch = bx.Ragged.from_rows(ROWS)
-    data = {k: r.data for k, r in batch.items()}
-    run = lambda d: bx.vmap(moment)({k: batch[k].with_data(x) for k, x in d.items()})
-    tangents = jax.tree.map(jnp.ones_like, data)
-    zeros = jax.tree.map(
-        lambda x: jnp.ones_like(x) if x.dtype.kind == "f" else np.zeros(x.shape, jax.dtypes.float0),
-        batch,
-    )
-    _, got = jax.jvp(jax.jit(bx.vmap(moment)), (batch,), (zeros,))
-    np.testing.assert_allclose(got, jax.jvp(run, (data,), (tangents,))[1], rtol=1e-5)
-
-    two = jax.tree.map(lambda *x: jnp.stack(x), batch, bx.Ragged.from_rows(rows_of(seed=7)))
-    both = jax.jit(jax.vmap(bx.vmap(moment)))(two)
-    np.testing.assert_allclose(both[0], EXPECTED, rtol=1e-5)
-    assert jax.eval_shape(bx.vmap(moment), batch).shape == (4, 2)
-
-
 def test_entries_that_another_batch_gave_keep_their_sizes():
     one, other = (jax.device_put(bx.Ragged.from_rows(rows_of(n))) for n in [(3, 1), (1, 2)])
     outer = lambda row: (row["x"][:, None] * row["w"][None, :, None]).sum((0, 1))
@@ -130,18 +112,3 @@ def test_entries_that_another_batch_gave_keep_their_sizes():
         jax.jit(sorted_apart)(one), is_leaf=lambda x: type(x) is RaggedDict
     ):
         assert (found["x"].lengths.tolist(), found["w"].lengths.tolist()) == ([1, 3], [3, 1])
-
-
-def test_functions_and_results_are_plain_dicts():
-    batch = bx.Ragged.from_rows(ROWS)
-    kinds = []
-
-    def twice(row):
-        kinds.append(type(row))
-        return jax.tree.map(lambda x: 2 * x, row)
-
-    for run in (bx.vmap(twice), bx.vmap(twice, in_axes=({"x": 0, "w": 0},))):
-        assert type(run(batch)) is dict
-    assert set(kinds) == {dict}
-    assert type(jax.tree.map(lambda r: r.data, batch, is_leaf=is_rows)) is dict
-    assert type(batch | {}) is type({} | batch) is type(batch.copy()) is RaggedDict

@@ -1,7 +1,5 @@
 """What `Ragged` says of arguments that do not fit."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,21 +107,6 @@ def test_a_fill_value_of_another_kind(value, dtype):
     rows = Ragged(np.ones(3, dtype), [2, 1])
     with pytest.raises(bx.ArgumentTypeError, match=f"fill_value must be a number of dtype {dtype}"):
         rows.to_padded(value)
-
-
-def test_an_axis_of_another_type_for_an_array_names_the_output():
-    # All before anything is computed: in a tree, in chunks, for rows and for steps.
-    x, named = ragged(3), bx.ragged("n")
-    calls = {
-        "out": lambda: bx.vmap(jnp.sum, out_axes=named)(x),
-        "out[1]": lambda: bx.vmap(lambda x: (x, x.sum()), out_axes=(0, named))(x),
-        "out['a']": lambda: bx.vmap(lambda x: {"a": x}, out_axes=named, batch_size=2)(jnp.ones(3)),
-        "ys": lambda: bx.scan(lambda c, x: (c, x), out_axes=named)(0.0, jnp.ones(3)),
-    }
-    for path, call in calls.items():
-        message = rf"out_axes gives batchax.ragged\('n'\) for {re.escape(path)}, which is a number"
-        with pytest.raises(bx.AxisError, match=message):
-            call()
 
 
 @pytest.mark.parametrize("spec", [P(), P("d"), P(None, "d")], ids=str)

@@ -9,11 +9,9 @@ import pytest
 from jax.custom_derivatives import SymbolicZero
 
 import batchax as bx
-from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.rows import regions
 
-from support.oracle import example, same, shares
+from support.oracle import shares
 from support.rows import check_rows, check_rows_of_all, chosen, ragged
 
 check = partial(check_rows, layout="padded", rules=True)
@@ -298,35 +296,3 @@ def test_a_batching_rule_serves_arrays_of_one_size_and_rows_are_computed_by_the_
 
 
 # --- what is remembered outside of jit ----------------------------------------------------------
-
-
-def test_a_call_outside_of_jit_is_batched_once(monkeypatch):
-    """Calls that do the same share what was batched; any that differ do not."""
-    built = []
-    real = _compat.stage_described
-    monkeypatch.setattr(
-        _compat, "stage_described", lambda *a, **k: built.append(1) or real(*a, **k)
-    )
-    regions.kept_in_regions.cache_clear()
-    weights = example((4,), seed=1)
-
-    def batched(w, scale=1.0, layout="auto"):
-        return bx.vmap(lambda row: jnp.tanh(row @ w) * scale, layout=layout)
-
-    def fresh(lengths, seed):
-        return ragged(4, lengths=lengths, seed=seed)
-
-    def check(times, w, x, **options):
-        before = len(built)
-        got = batched(w, **options)(x)
-        scale = options.get("scale", 1.0)
-        for row, expected in zip(got.rows(), x.rows(), strict=True):
-            same(row, jnp.tanh(expected @ w) * scale)
-        assert len(built) - before == times
-
-    check(1, weights, fresh((3, 0, 2), 1))
-    check(0, weights, fresh((3, 0, 2), 2))  # other elements
-    check(0, weights + 1, fresh((3, 0, 2), 2))  # another array that is closed over
-    check(1, weights, fresh((2, 1, 2), 2))  # other lengths
-    check(1, weights, fresh((3, 0, 2), 2), scale=2.0)  # another number in the program
-    check(0, weights, fresh((3, 0, 2), 3), scale=2.0)

@@ -135,14 +135,6 @@ def test_a_loop_that_counts_to_the_length_has_both_derivatives():
     check_all(COUNTED, ragged(3, lengths=(3, 1, 2, 3)))
 
 
-def test_a_loop_that_starts_at_a_size_and_returns_its_counter():
-    def second_half(x):
-        n = x.shape[0]
-        return lax.fori_loop(n // 2, n, lambda i, c: c * jnp.cos(x[i]) + x[i - 1], jnp.ones(3))
-
-    check(second_half, ragged(3))
-
-
 WHILES = {
     "with a limit closed over": lambda x: lax.while_loop(
         lambda s: s[0] < x.shape[0],
@@ -168,15 +160,6 @@ BRANCHES = {
 
 def test_a_row_takes_its_own_branch():
     check_all(BRANCHES, ragged(3, lengths=(3, 1, 2, 3)))
-
-
-def test_sizes_are_of_one_dtype_in_double_precision():
-    def backwards(x):
-        middle = x[1:4]  # of as many elements as the row has between fixed bounds
-        return lax.scan(lambda c, r: (c * 0.5 + r.sum(), c), 0.0, middle, reverse=True)
-
-    with jax.enable_x64(True):
-        check_rows(backwards, ragged(3, lengths=(3, 0, 2, 5)), layout="padded", modes=("vjp",))
 
 
 def test_a_loop_for_each_place():
@@ -214,21 +197,3 @@ def test_what_rows_cannot_do_together_is_refused(why):
     run = jax.jit(bx.vmap(REFUSED[why], axis_name="rows", layout="padded"))
     with pytest.raises(UnsupportedError, match=why):
         run(ragged(3))
-
-
-def test_what_has_the_same_shape_for_all_rows_goes_to_callbacks_and_collectives():
-    def share(x):
-        mine = jax.pure_callback(
-            np.sin, jax.ShapeDtypeStruct((3,), x.dtype), x.sum(0), vmap_method="expand_dims"
-        )
-        return mine / lax.psum(jnp.asarray(x.shape[0]), "rows"), x / lax.pmax(
-            jnp.abs(x).max(), "rows"
-        )
-
-    x = ragged(3)
-    got = jax.jit(bx.vmap(share, axis_name="rows", layout="padded"))(x)
-    largest = max(np.abs(row).max() for row in x.rows())
-    for i, row in enumerate(x.rows()):
-        mean = np.sin(np.asarray(row).sum(0)) / sum(x.lengths)
-        np.testing.assert_allclose(got[0][i], mean, rtol=1e-5)
-        np.testing.assert_allclose(got[1][i], row / largest, rtol=1e-5)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.rows.buckets import join_rows, split_rows
 
 from support.known_lengths import with_known_lengths
 from support.mistakes import check_raises, raising
@@ -96,27 +95,6 @@ def test_what_changes_with_the_length_is_ragged_in_any_batch(name):
     assert outs[3].shape == (len(x), 3)
 
 
-def test_a_ragged_output_shares_its_size_with_the_argument_of_those_lengths():
-    x = rows(3)
-    y = grouped(lambda x: jnp.fft.fft(x[:, 0]).real)(x)
-    assert y.max_length == x.max_length
-    check_rows(lambda x, y: x * y[:, None], x, y, traced=False, derivatives=False)
-
-
-@pytest.mark.parametrize("lengths", KINDS.values(), ids=KINDS)
-def test_auto_gives_an_axis_to_what_depends_on_the_row(lengths):
-    x = rows(3, lengths=lengths)
-    w = jnp.asarray(WEIGHTS)
-
-    def fun(x):
-        return x.sum(), jnp.float32(x.shape[0]), jnp.sin(w).sum(), x[:1] if False else jnp.ones(2)
-
-    total, count, shared, constant = grouped(fun, out_axes=bx.AUTO)(x)
-    assert total.shape == count.shape == (len(x),)
-    np.testing.assert_array_equal(count, lengths)
-    assert (shared.shape, constant.shape) == ((), (2,))
-
-
 def test_none_is_for_what_all_rows_share():
     x = rows(3)
     w = jnp.asarray(WEIGHTS)
@@ -193,21 +171,3 @@ def test_what_a_function_raises_for_a_length_no_row_has_does_not_matter():
 
 
 # Taking apart and putting together.
-
-
-GROUPS = [np.array([4, 0]), np.array([2]), np.array([1, 3, 5])]
-
-
-def test_parts_may_have_room_to_spare():
-    x = rows(2)
-    parts = [
-        bx.Ragged(jnp.pad(part.data, ((0, 2), (0, 0)), constant_values=np.nan), part.lengths)
-        for part in split_rows(x, GROUPS)
-    ]
-    np.testing.assert_array_equal(join_rows(parts, GROUPS).data, x.data[:20])
-    weights = jnp.arange(20.0)[:, None]
-    gradients = jax.grad(lambda ps: (join_rows(ps, GROUPS).data * weights).sum(), allow_int=True)
-    for part, g in zip(parts, gradients(parts), strict=True):
-        assert not np.isnan(g.data).any()
-        np.testing.assert_array_equal(g.data[-2:], 0)
-        np.testing.assert_array_equal(part.with_data(g.data)[0][:, 0] % 1, 0)

@@ -73,27 +73,6 @@ def test_a_row_is_convolved_with_what_is_shorter_or_longer():
     check_rows(whole, ragged(), ragged(lengths=(4, 3, 2, 4), seed=1))
 
 
-def between(x):
-    table, some = jnp.sort(x), jnp.array([0.1, jnp.nan, -3.0, 3.0], x.dtype)
-    n = x.shape[0]
-    return (
-        jnp.linspace(0, 1, n) * x,
-        jnp.linspace(x.sum(), jnp.array([1.0, 2.0], x.dtype), n, endpoint=False),
-        jnp.linspace(1, 9, n, retstep=True),
-        jnp.fft.rfftfreq(n, 0.5),
-        jnp.linspace(1, 9, n, dtype=np.int32),
-        jnp.searchsorted(table, some),
-        jnp.searchsorted(x, jnp.cos(x), side="right", sorter=jnp.argsort(x)),
-        jnp.interp(some[::2], table, x),
-        jnp.interp(jnp.cos(x), table, jnp.arange(n), left=-1, right=0.5),
-    )
-
-
-def test_places_between_others():
-    """Even steps, where numbers belong in a sorted row, and what a row says between its elements"""
-    check_rows(between, ragged(spare=40), ways=LAYOUTS)
-
-
 def shuffled(x, key):
     n = x.shape[0]
     return (

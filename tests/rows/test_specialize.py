@@ -11,7 +11,7 @@ from batchax.errors import UnsupportedError
 from batchax.rows.specialize import MOST_LENGTHS
 
 from support.oracle import same
-from support.rows import check_rows, images, ragged, ways
+from support.rows import check_rows, images, ragged
 
 FUNCTIONS = {
     "range": lambda x: sum(x[i] * i for i in range(len(x))),
@@ -48,21 +48,6 @@ def test_there_is_no_program_for_all_lengths(function):
     # Branches of a few operations are all computed, and one is selected.
     chosen = [e for e in program.eqns if e.primitive.name in ("cond", "select_n")]
     assert any(e.primitive.name != "select_n" or len(e.invars) > 3 for e in chosen)
-
-
-def test_in_chunks_under_vmaps_and_with_what_rows_share():
-    x = ragged(**ROWS, poison=False)
-    check_rows(
-        spectrum, x, jnp.arange(4.0), in_axes=(0, 0), ways=ways("auto", "chunks"), derivatives=False
-    )
-    s = jnp.arange(1.0, 4.0)
-    of_s = jax.jit(
-        lambda s, n: jax.vmap(
-            lambda s: bx.vmap(spectrum, (0, None))(bx.Ragged(x.data, n, x.max_length), s).data
-        )(s)
-    )
-    alone = bx.vmap(spectrum, (0, None))(x, 1.0).data
-    same(of_s(s, jnp.asarray(x.lengths)), s[:, None] * alone[None])
 
 
 def test_no_row_sees_another():

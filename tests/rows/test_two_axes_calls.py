@@ -8,7 +8,7 @@ from jax import lax
 
 import batchax as bx
 
-from support.oracle import example, same, shares
+from support.oracle import same, shares
 from support.rows import LENGTHS, SHAPES, check_rows, check_rows_of_all, images, ragged, ways
 
 HW = bx.ragged("h", "w")
@@ -71,23 +71,6 @@ def test_convolutions_and_windows():
         "pooled": pool,
     }
     check_rows_of_all(functions, CHANNELS, in_axes=HW)
-
-
-def distances(x):
-    between = x[:, None] - x[None]
-    return (between**2).sum(-1)
-
-
-def test_square_results_of_rows_along_one_axis():
-    functions = {
-        "distances": distances,
-        "attention": lambda x: jax.nn.softmax(x @ x.T),
-        "identity": lambda x: jnp.eye(x.shape[0]),
-        "one longer": lambda x: jnp.pad(x @ x.T, ((0, 1), (0, 0))),
-        "with channels": lambda x: x[:, None] * x[None],
-        "three": lambda x: (x @ x.T)[:, :, None] * x[:, 0],
-    }
-    check_rows_of_all(functions, ragged(3))
 
 
 def test_sizes_of_several_arguments_together():
@@ -251,21 +234,6 @@ def test_rows_of_drawn_sizes_are_as_each_alone(dtype):
             for mine, theirs in zip(got, of_arrays(row, np, _softmax), strict=True):
                 assert mine[i].shape == theirs.shape
                 np.testing.assert_allclose(mine[i], theirs, 2e-5, 2e-5)
-
-
-def test_images_that_do_not_fit_end_where_the_data_does_in_classes_too():
-    sizes = (np.array([3, 8, 1, 5]), np.array([4, 2, 9, 5]))
-    data = example((40, 2))  # for 62
-
-    def run(data, *sizes):
-        x = bx.Ragged(data, sizes, (9, 9), axis=(0, 1))
-        for options in ({"buckets": 3}, {"layout": "padded"}):
-            f = lambda x: (jnp.cumsum(x, 1) * 2, x.sum((0, 1)))
-            yield jax.tree.leaves(bx.vmap(f, **options)(x))
-
-    both = jax.device_get(jax.jit(lambda *xs: list(run(*xs)))(data, *sizes))
-    same(*both)
-    assert np.any(both[0][0][36:] != 0)
 
 
 WEIGHTS = np.random.default_rng(2).normal(size=(2, 3)).astype(np.float32)

@@ -102,16 +102,6 @@ def test_some_rows_and_those_of_several():
         bx.Ragged.concatenate([x, other])
 
 
-def test_rows_that_are_trees():
-    rows = [{"x": np.ones((h, w)), "y": np.zeros((h, w, 2))} for h, w in SHAPES]
-    trees = bx.Ragged.from_rows(rows, axis=(0, 1))
-    assert trees["x"].shape == (5, None, None)
-    assert [row["y"].shape for row in bx.unstack(trees)] == [(h, w, 2) for h, w in SHAPES]
-    rows[1]["y"] = np.zeros((1, 3, 2))
-    with pytest.raises(bx.AxisError, match=r"rows\[1\]\['y'\] has length 3, but .* length 4"):
-        bx.Ragged.from_rows(rows, axis=(0, 1))
-
-
 def test_what_is_shown():
     x = bx.Ragged.from_rows(rows_of("apart"), axis=(0, 2))
     lengths = "lengths=([2, 1, 0, 3, 3], [3, 4, 2, 0, 1]), max_length=(3, 4)"

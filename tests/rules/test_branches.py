@@ -15,12 +15,9 @@ from batchax.errors import UnsupportedError
 from support.compiled import check_compiled
 from support.oracle import (
     agree,
-    at_once,
     example,
     loop_function,
-    quickly,
     same,
-    same_type,
 )
 
 P = jnp.array([True, False, True, True])
@@ -57,38 +54,6 @@ def test_switch_with_an_index_out_of_range(indices, in_axes):
     f = lambda i, x, y: lax.switch(i, branches, x, y)
     args = [jnp.array(indices), *(X + i if a == 0 else X[0] + i for i, a in enumerate(in_axes[1:]))]
     check_compiled(f, *args, in_axes=in_axes)
-
-
-def test_one_branch_and_none_of_the_lanes():
-    quickly(lambda i, x: lax.switch(i, [jnp.sin], x), jnp.array([0, 3, -1, 0]), X)
-    f = lambda p, x: lax.cond(p, jnp.sin, jnp.cos, x)
-    got = bx.vmap(f)(P[:0], X[:0])
-    assert got.shape == (0, 3)
-    gradient = jax.jit(jax.grad(lambda x: bx.vmap(f)(P[:0], x).sum()))
-    assert gradient(X[:0]).shape == (0, 3)
-    loops = lambda p, x: lax.cond(
-        p, lambda x: lax.fori_loop(0, 2, lambda _, x: x * x, x), jnp.sin, x
-    )
-    assert bx.vmap(loops)(P[:0], X[:0]).shape == (0, 3)
-
-
-def test_types_are_kept():
-    f = lambda p, x: lax.cond(p, lambda: (1.0, x, 2, True), lambda: (0.0, x + 1, 3, False))
-    for dtype in ("bfloat16", "int8", "complex64", "bool"):
-        x = example((4,), dtype)
-        if dtype == "bool":
-            f = lambda p, x: lax.cond(p, lambda: (x, 1.0), lambda: (~x, 2.0))
-        got, expected = at_once(bx.vmap(f), jax.vmap(f))(P, x)
-        same(got, expected)
-        jax.tree.map(same_type, got, expected)
-    jax.tree.map(same_type, bx.vmap(f)(P, x), expected)
-    keys = jax.random.split(jax.random.key(0), 4)
-    folded = lambda p, k: lax.cond(p, lambda: k, lambda: jax.random.fold_in(k, 1))
-    agree(bx.vmap(folded), jax.vmap(folded), P, keys)
-    looping = lambda p, k: lax.cond(
-        p, lambda: k, lambda: lax.fori_loop(0, 2, lambda i, k: jax.random.fold_in(k, i), k)
-    )
-    agree(bx.vmap(looping), loop_function(looping, (0, 0), 0), P, keys)
 
 
 def test_unbatched_stays_unbatched():
@@ -129,15 +94,6 @@ def test_common_branch_stays_a_branch():
 
 
 # Inside and around other things.
-
-
-def test_platform_dependent():
-    f = lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
-    check_compiled(f, X)
-    # A residual carries the number of the platform out of a branch.
-    g = lambda p, x: lax.cond(p, f, lambda x: x**3, x)
-    agree(bx.vmap(jax.grad(g, 1)), jax.vmap(jax.grad(g, 1)), P, X[:, 0])
-    same(jax.grad(lambda x: bx.vmap(g)(P, x).sum())(X[:, 0]), jax.vmap(jax.grad(g, 1))(P, X[:, 0]))
 
 
 # Effects.

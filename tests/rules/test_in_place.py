@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
 
-from support.oracle import agree, at_once, example, in_turn, lane, loop_function, same
+from support.oracle import at_once, example, in_turn, lane, loop_function, same
 
 SIZE = 300  # enough for an update of some elements to be made in place
 N = jnp.array([7, 0, 2, 5])
@@ -114,22 +114,6 @@ def test_modes_and_types_of_indices(mode):
     check(f, N, X, example((4, 20, 30)))
 
 
-def test_indices_without_a_sign_and_no_indices():
-    whole = lax.ScatterDimensionNumbers((0,), (), ())
-
-    def f(n, x):
-        def body(i, carry):
-            a, b, c = carry
-            far = lax.convert_element_type(i + SIZE - 3, "uint32")[None]
-            a = lax.scatter(a, far, x[i], _element(), mode="drop")
-            b = lax.scatter(b, far, x[i], _element(), mode="clip")
-            return a, b, lax.scatter(c, jnp.zeros(0, "int32"), x[::-1] * i, whole)
-
-        return lax.fori_loop(0, n, body, (x, x, x))
-
-    agree(bx.vmap(f), in_turn(f, (0, 0)), N, X)
-
-
 def _element():
     return lax.ScatterDimensionNumbers((), (0,), (0,))
 
@@ -149,38 +133,6 @@ def test_rows_reshapes_and_random_keys():
         return x, y, jax.random.key_data(keys)
 
     check(f, N, X.reshape(4, 75, 4), jax.random.split(jax.random.key(0), 4))
-
-
-def test_weak_types():
-    f = lambda n: lax.fori_loop(0, n, lambda i, x: x.at[i].set(2), jnp.full(SIZE, 1.0))
-    g = lambda n: lax.fori_loop(
-        0, n, lambda i, x: lax.dynamic_update_slice(x, lax.broadcast(2.0, (1,)), (i,)),
-        lax.broadcast(1.0, (SIZE,)),
-    )  # fmt: skip
-    for h in (f, g):
-        check(h, N)
-
-
-def test_carries_that_do_not_qualify():
-    """Small ones, ones written as a whole, ones that change places."""
-
-    def f(n, x):
-        def body(i, c):
-            small, whole, a, b, most, kept = c
-            return (
-                small.at[0].add(i),
-                whole.at[i].set(1.0) * 2,
-                b.at[i].set(0.0),
-                a.at[i].set(1.0),
-                most.at[: SIZE - 2].set(x[i]),
-                kept,
-            )
-
-        return lax.fori_loop(0, n, body, (x[:4], x, x, x + 1, x, x))
-
-    check(
-        f, N, X, updates=UPDATES | {"select_n", "mul", "broadcast_in_dim", "dynamic_update_slice"}
-    )
 
 
 def test_compiled_loop_copies_nothing():

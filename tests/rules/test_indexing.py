@@ -62,7 +62,6 @@ METHODS = ["set", "add", "subtract", "mul", "min", "max"]
 
 # Indices of each lane: negative ones count from the end, large ones are out of range.
 INDICES = jnp.array([[0, 2], [-1, 1], [7, 0], [1, -9]])
-WITHIN = jnp.array([[0, 2], [2, 1], [1, 0], [1, 2]])
 
 
 def put(indices, position):
@@ -93,21 +92,6 @@ def test_promises_survive_where_they_hold():
     assert promises((None, 0, 0), x[0], i, u) == ((False, False), (True, True))
     # With lanes in another order than the operand's, pairs are not sorted.
     assert promises((1, 0, 0), x.T, i, u) == ((True, False), (True, False))
-
-
-def test_typed_keys_of_gather_scatter():
-    def fun(k, i, u):
-        return k[i], k.at[i].get(mode="clip"), k.at[i].set(u), k[i][:, None], jnp.take(k, i)
-
-    k, u = (jax.random.split(jax.random.key(seed), (4, 3)) for seed in (0, 1))
-    cases = {
-        "all": (fun, k, WITHIN, u[:, :2], {}),
-        "indices are shared": (
-            fun, k.T, WITHIN[0], u[:, :2], dict(in_axes=(1, None, 0), out_axes=1)
-        ),
-        "indices alone": (fun, k[0], WITHIN, u[0, :2], dict(in_axes=(None, 0, None))),
-    }  # fmt: skip
-    check_all(cases)
 
 
 @settings(max_examples=10)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.lax import linalg as ll
-from jax.scipy.sparse.linalg import bicgstab, cg, gmres
 
 import batchax as bx
 from batchax._compat import find_primitive
@@ -201,22 +200,6 @@ def all_equations(jaxpr):
         ):
             if hasattr(sub, "jaxpr") or hasattr(sub, "eqns"):
                 yield from all_equations(getattr(sub, "jaxpr", sub))
-
-
-@pytest.mark.parametrize(
-    ("solver", "in_axes"),
-    [(cg, (0, 0)), (cg, (None, 0)), (cg, (0, None)), (gmres, (0, None)), (bicgstab, (0, 0))],
-)
-@pytest.mark.each_commit(3)
-def test_iterative_solvers(solver, in_axes):
-    a, b = of(matrices_of_solvers, in_axes[0]), of(vectors, in_axes[1])
-
-    def fun(a, b):
-        a = a @ a.T
-        return solver(lambda x: a @ x, b, tol=1e-6)[0]
-
-    slopes = solver is cg and in_axes == (0, 0)
-    quickly(fun, a, b, in_axes=in_axes, derivatives=slopes, tolerance=LOOSE)
 
 
 def root(a):

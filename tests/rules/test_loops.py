@@ -17,7 +17,7 @@ from batchax.errors import UnsupportedError
 from batchax.kernel import registry
 
 from support.compiled import check_compiled
-from support.oracle import agree, at_once, example, in_turn, same, same_type
+from support.oracle import example, same
 
 X = example((4, 3))
 W = example((3, 3), seed=3)
@@ -89,13 +89,6 @@ def test_carry_is_batched_only_if_an_iteration_makes_it_so():
     assert sorted(carried) == [(), (), (), (4,)]  # index, bound, count, sum
 
 
-def test_batched_carry_that_the_body_forgets():
-    check_compiled(lambda x: lax.scan(lambda c, y: (jnp.ones(3), c), x, None, length=2), X)
-    check_compiled(
-        lambda x: lax.fori_loop(0, x[0].astype(int), lambda i, c: jnp.ones(3), x), X, reverse=False
-    )
-
-
 def test_axis_of_a_carry_is_moved_outside_the_loop_only():
     def f(c):
         return lax.scan(lambda c, _: (c @ W, None), c, None, length=3)[0]
@@ -107,21 +100,6 @@ def test_axis_of_a_carry_is_moved_outside_the_loop_only():
         assert "transpose" not in [e.primitive.name for e in body.jaxpr.eqns]
     swap = lambda a, b: lax.scan(lambda c, _: ((c[1], c[0]), None), (a, b), None, length=3)[0]
     check_compiled(swap, X, X.T, in_axes=(0, 1))
-
-
-def test_types_are_kept():
-    def f(x):
-        return lax.scan(lambda c, y: ((c[0] + 1, c[1]), (y, 1, 2.0)), (0, x[0]), x)
-
-    for dtype in ("bfloat16", "int8", "bool"):
-        x = example((4, 3), dtype)
-        got, expected = at_once(bx.vmap(f), jax.vmap(f))(x)
-        same(got, expected)
-        jax.tree.map(same_type, got, expected)
-    same(bx.vmap(f)(x), expected)
-    keys = jax.random.split(jax.random.key(0), 4)
-    g = lambda k, n: lax.fori_loop(0, n, lambda i, k: jax.random.fold_in(k, i), k)
-    agree(bx.vmap(g), in_turn(g, (0, 0)), keys, jnp.arange(4))
 
 
 # while

@@ -388,16 +388,3 @@ def test_a_window_is_wide_enough_to_run_them_so():
     masked = notes(256)
     assert masked["divergence"] == "masked"
     assert "library" in masked["why"]
-
-
-def test_lanes_of_a_wide_window_get_what_each_gets_alone():
-    way = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, min_core_work=0.0))
-    count = np.arange(4096) % 3
-    x = np.random.default_rng(1).normal(size=(4096, 4, 4)).astype("float32")
-    out = jax.jit(bx.vmap(refined, divergence=way))(count, x)
-    expected = np.copy(x)
-    for k in range(2):
-        goes_on = expected[count > k]
-        products = np.einsum("nij,nkj->nik", goes_on, goes_on) / 4 + np.eye(4, dtype="float32")
-        expected[count > k] = np.linalg.solve(products, goes_on)
-    same(out, jnp.asarray(expected), dict(rtol=1e-3, atol=1e-3))

@@ -203,19 +203,6 @@ def test_views_are_refused():
         bx.vmap(fun)(jnp.ones(2))
 
 
-def test_operations():
-    """A read or write at the same place in each lane costs one operation, as for one example."""
-
-    def fun(x, y):
-        ref = jax.new_ref(x)
-        ref[1] = y
-        return ref[0]
-
-    jaxpr = jax.make_jaxpr(bx.vmap(fun))(jnp.ones((4, 3)), jnp.ones(4))
-    assert [e.primitive.name for e in jaxpr.eqns] == ["new_ref", "swap", "get"]
-    assert np.all(bx.vmap(fun)(jnp.ones((4, 3)), jnp.ones(4)) == 1)
-
-
 def test_a_reference_at_two_places_is_refused():
     def move(a, b):
         a[...] = a[...] + 1.0

@@ -79,15 +79,6 @@ def test_what_is_not_finite_and_zeros_with_a_sign(name):
         same(jax.jit(bx.vmap(g))(x)[:5], jax.jit(jax.vmap(g))(ODD.astype(DTYPE)))
 
 
-@pytest.mark.parametrize("name", ["max", "min"])
-def test_outside_jit_results_are_those_of_one_example(name):
-    f, x = FUNCTIONS[name], jnp.tile(ODD.astype(DTYPE), (LANES // 5 + 1, 1))
-    expected = jnp.stack([f(row) for row in x[:5]])
-    for disabled in (False, True):
-        with jax.disable_jit(disabled):
-            same(bx.vmap(f)(x)[:5], expected)
-
-
 def test_in_every_way_to_batch():
     f = FUNCTIONS["norm"]
     expected = jnp.sqrt((X * X).sum(1))
