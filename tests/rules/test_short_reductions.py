@@ -105,6 +105,18 @@ def test_in_every_way_to_batch():
         same(jax.jit(run)(x), out, where=f"{way}: ")
 
 
+@pytest.mark.parametrize("name", ["sum", "max", "min"])
+def test_on_a_mesh_whose_axes_are_in_types(name):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    f = FUNCTIONS[name]
+    expected = jnp.stack([f(x) for x in X[:3]])
+    with jax.set_mesh(mesh):
+        for spec in (P(), P("d")):
+            x = jax.device_put(X, jax.NamedSharding(mesh, spec))
+            assert short(bx.vmap(f), x) == (spec == P())
+            same(np.asarray(jax.jit(bx.vmap(f))(x))[:3], expected)
+
+
 def test_where_nothing_is_gained_it_is_the_reduction_of_jax():
     assert short(bx.vmap(jnp.sum), X[:-1]) == 0
     assert short(bx.vmap(jnp.sum), jnp.ones((LANES, 9))) == 0

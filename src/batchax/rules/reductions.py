@@ -52,8 +52,8 @@ _REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
 
 
 def _types(x: Aval, *, of: str, over: tuple[int, ...]) -> Aval:
-    primitive: Any = _compat.find_primitive(of)
-    out, _ = primitive.abstract_eval(x, axes=over, out_sharding=None)
+    # A maximum has the type of a sum, and its primitive other parameters on JAX 0.10.
+    out, _ = lax.reduce_sum_p.abstract_eval(x, axes=over, out_sharding=None)
     return out
 
 
