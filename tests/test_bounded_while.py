@@ -13,7 +13,6 @@ import batchax as bx
 from batchax.execution.bounded_loop import bounded_loop, n_checkpoints, reverse_sweep
 from batchax.execution.progress import Steps
 
-from support.compiled import compilations
 from support.forced import FORCED
 from support.mistakes import cases
 from support.oracle import at_once, direction, example, same, same_type, total
@@ -148,42 +147,6 @@ def test_types_are_those_of_while_loop():
 # Batched
 
 
-@pytest.mark.parametrize("vmap", [jax.vmap, bx.vmap])
-@pytest.mark.each_commit(1)
-def test_lanes_that_leave_at_different_steps(vmap):
-    f, g = smooth(bx.bounded_while), smooth(in_python)
-    both = [v(h, (0, None)) for v, h in ((vmap, f), (jax.vmap, g))]
-    grads = [v(jax.grad(total(h), (0, 1)), (0, None)) for v, h in ((vmap, f), (jax.vmap, g))]
-    results = at_once(*both, *map(derivatives_of, both), *grads)(XS, W)
-    for got, expected in zip(results[::2], results[1::2], strict=True):
-        same(got, expected)
-    same(both[0](XS, W), results[1])  # outside of jit
-
-
-def test_reverse_rules_in_steps_of_each_lane():
-    """`vmap` of derivatives, of first and second order, where a step has a rule of its own."""
-
-    @jax.custom_vjp
-    def tripled(x):  # in its derivative
-        return jnp.sin(x)
-
-    tripled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (3 * jnp.cos(x) * ct,))
-
-    def f(n, x, loop=bx.bounded_while):
-        step = lambda c: (c[0] + 1, tripled(c[1]) * x)
-        return loop(lambda c: c[0] < n, step, (0, x), 3)[1]
-
-    def derivatives(n, x, loop):
-        first = lambda x: jax.grad(f, 1)(n, x, loop)
-        return first(x), jax.grad(first)(x), jax.jvp(first, (x,), (1.0,))[1]
-
-    n, x = jnp.arange(4), example(4)
-    ours, theirs = (functools.partial(derivatives, loop=h) for h in (bx.bounded_while, in_python))
-    expected, *results = at_once(jax.vmap(theirs), bx.vmap(ours), jax.vmap(ours))(n, x)
-    for got in results:
-        same(got, expected)
-
-
 def test_the_loop_ends_with_the_slowest_lane():
     """In the values and in the derivative; not one step more is taken."""
     seen = []
@@ -211,38 +174,6 @@ def test_the_loop_ends_with_the_slowest_lane():
 # Collectives, devices, effects
 
 
-def mean_of_lanes(x, w):
-    """All lanes leave when their mean is small."""
-
-    body = lambda c: (c[0] * w - 0.1 * lax.psum(c[0], "i"), c[1] + 1)
-    return bx.bounded_while(lambda c: lax.pmean(c[0], "i") > 0.2, body, (x, 0), 9)[0]
-
-
-def mean_in_python(xs, ws):
-    for _ in range(9):
-        xs = jnp.where(xs.mean() > 0.2, xs * ws - 0.1 * xs.sum(), xs)
-    return xs
-
-
-def test_collectives_in_the_step_and_in_the_predicate():
-    xs, ws = jnp.array([3.0, 1.0, 0.5]), jnp.array([0.9, 0.8, 0.7])
-    expected = mean_in_python(xs, ws)
-    weighted = lambda f: lambda *args: (f(*args) * jnp.arange(3)).sum()
-    gradient = jax.grad(weighted(mean_in_python), (0, 1))(xs, ws)
-
-    def every(vmap):
-        f = vmap(mean_of_lanes, axis_name="i")
-        of_lanes = vmap(jax.grad(mean_of_lanes, (0, 1)), axis_name="i")
-        return lambda *args: (f(*args), jax.grad(weighted(f), (0, 1))(*args), of_lanes(*args))
-
-    results = at_once(every(jax.vmap), every(bx.vmap))(xs, ws)
-    for values, gradients, _ in results:
-        same(values, expected)
-        same(gradients, gradient)
-    same(*(of_lanes for *_, of_lanes in results))
-    same(bx.vmap(mean_of_lanes, axis_name="i")(xs, ws), expected)  # outside of jit
-
-
 def test_collectives_where_lanes_leave_at_different_steps():
     """A lane that is done takes part with what it has, as under `jax.vmap`."""
 
@@ -262,31 +193,6 @@ def test_collectives_where_lanes_leave_at_different_steps():
     one_by_one = bx.vmap(jax.grad(functools.partial(f, bounded)), axis_name="i")
     with pytest.raises(bx.UnsupportedError, match="grad of vmap"):
         one_by_one(xs)
-
-
-def test_inside_shard_map():
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-    shards, everywhere = spec("d"), spec()
-
-    def f(x, w):
-        def lane(x):
-            return newton(bx.bounded_while, x, w)["y"]
-
-        w = lax.pcast(w, ("d",), to="varying")
-        return bx.vmap(lane)(x)
-
-    sharded = jax.shard_map(f, mesh=mesh, in_specs=(shards, everywhere), out_specs=shards)
-    expected = jax.vmap(lambda x, w: newton(in_python, x, w)["y"], (0, None))
-    gradients = [jax.grad(total(h), (0, 1)) for h in (sharded, expected)]
-    got, want, *both = at_once(sharded, expected, *gradients)(XS, W)
-    same(got, want)
-    same(*both)
-    shared = lambda x, w: bx.bounded_while(lambda c: c.sum() > 1, lambda c: c * w, x, 5)
-    sharded = jax.shard_map(shared, mesh=mesh, in_specs=(shards, everywhere), out_specs=shards)
-    same(jax.jit(sharded)(jnp.ones(4), 0.7).shape, (4,))
-    with pytest.raises(bx.UnsupportedError, match="pcast"):
-        jax.grad(total(sharded), 1)(jnp.ones(4), 0.7)
 
 
 def test_effects():
@@ -309,17 +215,6 @@ def test_effects():
 
 
 # Compiling, memory
-
-
-def test_calls_outside_jit_compile_once():
-    def call(x):
-        body = lambda c: (c[0] + 1, c[1] * x)
-        return bx.bounded_while(lambda c: c[0] < 3, body, (0, 1.0), 7)[1]
-
-    xs = [jnp.float32(2), jnp.float32(3)]
-    for g in (call, jax.grad(call)):
-        jax.block_until_ready(g(xs[0]))
-        assert not compilations(lambda g=g: jax.block_until_ready(g(xs[1])))
 
 
 # Checkpoints
@@ -610,9 +505,3 @@ def test_python_that_needs_what_is_carried_is_told_so():
         assert message.startswith("`if`, `while`, `and`, `or` and `not` of Python need a concrete")
         assert "the carry of a loop is traced. Use jax.numpy.where" in message
         assert f"{fun.__name__} at {__file__}" in message
-
-
-def test_reverse_mode_of_a_while_names_what_has_one():
-    slope = jax.grad(lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: 2 * x, x))
-    with pytest.raises(ValueError, match=r"(?s)batchax.bounded_while\(.*JAX says: Reverse-mode"):
-        bx.vmap(slope)(jnp.ones(3))

@@ -1,10 +1,5 @@
 """`bx.config`, and that nothing asks for a device before a batched function is called."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +10,8 @@ import batchax as bx
 from batchax.analysis.thresholds import TABLE, device_kind
 
 from support import decorated
-
-TESTS = Path(__file__).parent
+from support.ports import reserved_port
+from support.processes import python
 
 
 @pytest.fixture(autouse=True)
@@ -37,12 +32,7 @@ def halvings(x):
 
 def in_a_process(program, **environment):
     """What Python prints that runs a program, and whether it ends well."""
-    paths = os.pathsep.join([str(TESTS), *sys.path])
-    environment = {"PYTHONPATH": paths, "XLA_FLAGS": "", **environment}
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+    done = python("-W", "error", "-c", program, XLA_FLAGS="", **environment)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -58,21 +48,14 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize("localhost:{port}", num_processes=1, process_id=0)
 assert len(jax.local_devices()) == 2
 """
-    code, printed = in_a_process(program.format(port=free_port()))
+    with reserved_port() as port:
+        code, printed = in_a_process(program.format(port=port))
     assert code == 0, printed
 
 
 def test_every_public_name_is_a_factory_or_is_none():
     classes = {name for name in bx.__all__ if name[0].isupper()}
     assert set(bx.__all__) - classes == {*decorated.FACTORIES, *decorated.OF_ARRAYS}
-
-
-def free_port():
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 def test_divergence_is_switched_off():

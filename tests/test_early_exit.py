@@ -75,27 +75,6 @@ def test_derivatives():
     check_derivatives(f, g, (C, XS, W), second=True, jit=True)
 
 
-@pytest.mark.parametrize(
-    ("vmap", "lanes"),
-    [(bx.vmap, (0, 0, None)), (bx.vmap, (None, 2, 1)), (jax.vmap, (None, 1, None))],
-)
-@pytest.mark.each_commit(2)
-def test_batched(vmap, lanes):
-    """Lanes that end at different steps; the batch axis before and behind that of the steps."""
-    axes = dict(zip(("c", "xs", "w"), lanes, strict=True))
-    xs = jnp.stack([0.5 * XS, XS, 30 * XS], axes["xs"])
-    c = C if axes["c"] is None else jnp.stack([C, C + 0.1, C], axes["c"])
-    w = W if axes["w"] is None else jnp.stack([W, -W, W], axes["w"])
-    f, g = (of_arrays(h, out_axis=1) for h in (scanned, in_python))
-    pairs = (vmap, f), (jax.vmap, g)
-    both = [v(h, lanes, -1) for v, h in pairs]
-    of_sums = [jax.grad(total(h), (0, 1, 2)) for h in both]
-    of_each = [v(jax.grad(total(h), (0, 1, 2)), lanes) for v, h in pairs]
-    results = at_once(*both, *of_sums, *of_each)(c, xs, w)
-    for got, expected in zip(results[::2], results[1::2], strict=True):
-        same(got, expected)
-
-
 def test_a_step_that_was_not_taken_contributes_nothing():
     """Neither to its own lane nor to what all lanes share, though it would be NaN."""
 

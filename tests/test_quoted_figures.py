@@ -57,18 +57,3 @@ def test_a_figure_keeps_its_form(quoted, now, tmp_path, monkeypatch):
     assert TOOL.updated(f"it takes {quoted}.") == f"it takes {now}{quoted[quoted.index('<') :]}."
     with pytest.raises(LookupError, match=r"nests\.md has no number at HMC; auto"):
         TOOL.updated("0.14<!-- nests; HMC; auto -->")
-
-
-def test_figures_may_have_their_sources_at_the_end_of_the_page(tmp_path, monkeypatch):
-    page = tmp_path / "docs" / "benchmarks" / "nests.md"
-    page.parent.mkdir(parents=True)
-    page.write_text(NESTS)
-    monkeypatch.setattr(TOOL, "ROOT", tmp_path)
-    listed = """{0} of 2 s, HMC 0.14 s
-<!-- figures
-[{0}] of = nests; NUTS, 100 chains; auto
--->
-"""
-    assert TOOL.updated(listed.format("0.14")) == listed.format("0.15")
-    with pytest.raises(LookupError, match=r"not once: 0\.14 of"):
-        TOOL.updated("0.14 of, 0.14 of\n<!-- figures\n[0.14] of = nests; NUTS, 100 chains; auto\n")

@@ -16,15 +16,10 @@ import batchax as bx
 from support.compiled import compilations
 from support.mistakes import cases
 from support.oracle import (
-    Claim,
-    alike,
     at_once,
-    claims_of_derivatives,
     example,
     same,
     same_type,
-    settle,
-    types,
 )
 
 
@@ -60,18 +55,6 @@ def with_lax(fun, in_axes, out_axes=0, length=None, reverse=False, unroll=1):
         return carry, jax.tree.unflatten(jax.tree.structure(ys), leaves_out)
 
     return scanned
-
-
-def compare(got, expected, args, second=False, *more):
-    """Values, types and derivatives of `got` are those of `expected`, as are values of `more`."""
-
-    def agree(ours, theirs):
-        for value in (ours["got"], *more):
-            alike()({"got": value}, theirs)
-
-    assert types(got, args) == types(expected, args)
-    values = Claim({"got": got}, {}, {"expected": expected}, args, agree)
-    settle([values, *claims_of_derivatives(got, expected, args, second)])
 
 
 def recur(carry, x, params):
@@ -193,18 +176,6 @@ def test_axes_by_name_reach_keyword_arguments():
 # Compositions
 
 
-@pytest.mark.parametrize("vmap", [jax.vmap, bx.vmap])
-@pytest.mark.parametrize("lanes", [(0, 0, None), (1, 1, 0), (None, 2, 1)])
-@pytest.mark.each_commit(3)
-def test_batched(vmap, lanes):
-    f, g = both(recur, (1, None), {"all": 1, "sum": 0})
-    args = [
-        jax.tree.map(lambda x: x if a is None else jnp.stack([x, 2 * x], a), arg)
-        for arg, a in zip((INIT, XS, PARAMS), lanes, strict=True)
-    ]
-    compare(vmap(f, lanes, -1), jax.vmap(g, lanes, -1), args)
-
-
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_effects_happen_in_the_order_of_the_steps(jit, reverse):
@@ -321,52 +292,6 @@ def test_stacked_arrays_are_neither_copied_nor_transposed():
 
 
 # By case: where the two arrays have their steps, and the two results; and options.
-
-
-@pytest.mark.parametrize("of", ["plain", "checkpoint"])
-def test_memory_of_a_gradient_along_the_last_axis(of):
-    """That of arrays that are transposed by hand."""
-    step = lambda c, x: (jnp.tanh(c + x),) * 2
-    step = step if of == "plain" else jax.checkpoint(step)
-    loss = lambda scan: lambda c, x: jnp.sum(scan(c, x)[1] ** 2)
-    args = jnp.zeros(256), jnp.zeros((256, 512))
-    mine, theirs = (
-        hlo(jax.grad(loss(scan), 1), *args).memory_analysis().temp_size_in_bytes
-        for scan in both(step, -1, -1)
-    )
-    assert mine <= 1.05 * theirs
-
-
-def test_derivatives_of_derivatives_along_any_axes():
-    """Forward and in reverse, of each other, by each argument; a transpose of what is linear."""
-    x, y, c = example((3, 5, 2)), example((3, 2, 5)), example((3, 2))
-    tangents = jnp.cos(c), jnp.sin(x), y + 1
-    step = lambda c, x, y: (jnp.sin(c) * x, (c * y, jnp.exp(-x * x)))
-
-    def derivatives(scan):
-        loss = lambda *args: sum(jnp.sum(jnp.sin(a)) for a in jax.tree.leaves(scan(*args)))
-        back = jax.grad(loss, (0, 1, 2))
-        along = lambda f: lambda *args: jax.jvp(f, args, tangents)[1]
-        linear = lambda x: scan(c, x, y)[1][0]
-        _, pull = jax.vjp(linear, x)
-        return {
-            "forward": along(scan)(c, x, y),
-            "forward of back": along(back)(c, x, y),
-            "forward of forward": along(along(scan))(c, x, y),
-            "back of back": jax.grad(lambda *a: sum(map(jnp.sum, back(*a))), (0, 1, 2))(c, x, y),
-            "kept for later": jax.vmap(pull)(jnp.zeros((2, 5, 3, 2), x.dtype) + y[0, 0, 0]),
-            "checkpoint": jax.grad(jax.checkpoint(loss), 1)(c, x, y),
-            "by one": jax.jacfwd(lambda c: scan(c, x, y)[0])(c),
-        }
-
-    ours, theirs = both(step, (1, 2), (0, 1))
-    same(*at_once(lambda: derivatives(ours), lambda: derivatives(theirs))())
-    added = bx.scan(lambda c, x: (c + 2 * x, c - x), 1, 1)
-    whole = lambda x: added(jnp.zeros(3, jnp.float32), x)[1]
-    zero = jax.ShapeDtypeStruct((3, 5), jnp.float32)
-    ones = jnp.ones((3, 5), jnp.float32)
-    (got,) = jax.linear_transpose(whole, zero)(ones)
-    same(got, jax.vjp(whole, 0 * ones)[1](ones)[0])
 
 
 OPTIONS_OF_ONE = {"plain": {}, "reverse": dict(reverse=True, unroll=2), "until": {}}

@@ -235,28 +235,3 @@ def with_rule(x):
 
 
 with_rule.defvjp(lambda x: (x * 2, x), lambda x, g: (jnp.sin(x) * g,))
-
-
-@pytest.mark.parametrize(
-    ("fun", "roles"),
-    [
-        (jax.jit(jnp.sin), [("call", 1)]),
-        (jax.checkpoint(jnp.sin), [("call", 1)]),
-        (with_rule, [("call", 1)]),
-        (bx.vmap(jnp.sin, batch_size=2), [("call", 1)]),
-        (lambda x: lax.scan(lambda c, y: (c, y), 0, x), [("body", 4)]),
-        (lambda x: lax.while_loop(jnp.any, step_of_any, x), [("condition", None), ("body", None)]),
-        (lambda x: lax.switch(0 * x.size, [jnp.sin, jnp.cos], x), None),
-        (lambda x: lax.reduce(x, np.float32(1), lambda a, b: a * b + b, (0,)), []),
-        (lambda x: x.at[1].add(1.0, mode="promise_in_bounds"), []),
-        (lambda x: lax.sort(x), []),
-    ],
-)
-def test_programs_in_equations(fun, roles):
-    found = [programs_in(eqn) for eqn in jax.make_jaxpr(fun)(X).eqns]
-    if roles is not None:
-        assert [(p.role, p.times) for ps in found for p in ps] == roles
-
-
-def step_of_any(x):
-    return x - 1

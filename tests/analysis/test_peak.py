@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 
 import batchax as bx
 from batchax.analysis.hlo import UnreadableProgram, read_module
@@ -79,38 +78,7 @@ def chunks(batch_size):
     return bx.vmap(wide, (None, 0), batch_size=batch_size)
 
 
-def layers(x):
-    return lax.scan(lambda h, _: (jnp.tanh(h @ h.T @ h), h.sum(0)), x, None, length=20)
-
-
-def until_small(x):
-    grow = lambda s: (s[0] + 1, jnp.tanh(s[1] @ s[1].T @ s[1]))
-    return lax.while_loop(lambda s: s[0] < s[1][0, 0], grow, (0, x))
-
-
-def updated(x):
-    return lax.fori_loop(0, 50, lambda i, y: y.at[i].set(y[i - 1] * 2), x * 2).sum()
-
-
-def branches(x, p):
-    return lax.cond(p, lambda x: jnp.sin(x) @ x, lambda x: jnp.linalg.svd(x @ x)[0], x)
-
-
 SQUARE = jnp.ones((200, 200))
-LOOPS = {
-    "chunks": (chunks(24), W, X),
-    "scan": (layers, SQUARE),
-    "gradient of a scan": (jax.grad(lambda x: layers(x)[0].sum()), SQUARE),
-    "while": (until_small, SQUARE),
-    "updates in place": (updated, jnp.ones((1000, 200))),
-    "branches": (branches, SQUARE, True),
-}
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_loops(name):
-    fun, *args = LOOPS[name]
-    agrees(compiled(fun, *args))
 
 
 # --- what the values are -----------------------------------------------------------------------
@@ -137,12 +105,6 @@ def test_an_argument_given_up_holds_the_output():
     assert account.aliased == account.bytes == SQUARE.nbytes
     (value,) = values_at_peak(program)
     assert (value.kind, value.bytes) == ("argument", SQUARE.nbytes)
-
-
-def test_a_copy_says_what_it_copies_and_a_carry_what_a_step_makes():
-    found = agrees(compiled(LOOPS["gradient of a scan"][0], SQUARE))
-    large = [v for v in found if v.bytes >= SQUARE.nbytes and v.kind != "argument"]
-    assert all("while/body" in v.op_name for v in large)
 
 
 # --- reading -----------------------------------------------------------------------------------

@@ -342,19 +342,6 @@ def test_lanes_on_devices_are_shard_map_by_hand(typed):
     assert found, found
 
 
-def test_lanes_that_do_not_come_out_even_are_filled_up_by_hand():
-    def by_hand(M, v, b):
-        filled = jnp.concatenate([v, v[-1:]])
-        spec = jax.P(None, jax.P.UNCONSTRAINED)  # left alone, the compiler has devices exchange it
-        everywhere = jax.NamedSharding(of_devices(), spec)
-        filled = lax.with_sharding_constraint(filled, everywhere)
-        return on_devices(by_einsum, of_devices(), ["devices"])(M, filled, b)[: B - 1]
-
-    given = shaped(3, 5), shaped(B - 1, 5), shaped(3)
-    found = bx.same_program(bx.vmap(affine, (None, 0, None), mesh="all"), by_hand, *given)
-    assert found, found
-
-
 def test_other_meshes_and_other_sums_over_devices_differ():
     given = WEIGHTS_AND_EXAMPLES
     ours = bx.vmap(affine, (None, 0, None), mesh=of_devices())

@@ -1,34 +1,14 @@
 """What measures, counts and compares in the benchmarks; and what is kept over commits."""
 
-from collections import Counter
-from dataclasses import dataclass
-
 import jax
-import numpy as np
 import pytest
 
 from batchax.analysis.hlo import normalised_hlo, operations
 from benchmarks import __main__ as command
 from benchmarks import history
-from benchmarks.cluster.simulated import Case, simulated
-from benchmarks.history import Line, Run
+from benchmarks.history import Run
 from benchmarks.libraries.program import PROGRAMS
 from benchmarks.measure import Ratio, ratio_of_medians
-from benchmarks.nests import steps
-from benchmarks.programs import counts, primitives
-
-
-def test_counts_reach_inner_programs():
-    def f(x):
-        return jax.lax.scan(lambda c, y: (jax.jit(lambda a: a.T + 1)(c) @ y, c), x, x[None])
-
-    found = list(primitives(jax.make_jaxpr(f)(jax.numpy.ones((2, 2))).jaxpr))
-    assert sorted(found) == sorted(
-        ["broadcast_in_dim", "scan", "jit", "transpose", "add", "dot_general"]
-    )
-    counted = counts(Counter(found))
-    assert counted["equations"] == 6
-    assert counted["transposes"] == counted["broadcasts"] == counted["contractions"] == 1
 
 
 def test_hlo_is_compared_without_names_but_with_operations():
@@ -53,28 +33,6 @@ def test_ratio_pairs_the_turns():
     slow_then_fast = [4.0] * 5 + [1.0] * 6  # the machine got faster half-way, for both
     ratio = ratio_of_medians([2 * t for t in slow_then_fast], slow_then_fast)
     assert ratio == type(ratio)(2.0, 2.0, 2.0)
-
-
-def test_steps_with_barriers_and_without():
-    counts = np.array([[[1, 2], [3, 0]], [[4, 0], [0, 1]]])
-    assert steps.masked(counts) == 4 + 2 + 3 + 1
-    assert steps.free(counts) == 6
-    assert steps.bound(counts) == 6 / 10
-    assert steps.of_use(counts) == (11 / 20, 11 / 12)
-    active = steps.active(counts)
-    np.testing.assert_allclose(active["with barriers"][1] * 2, [2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1])
-    np.testing.assert_allclose(active["without"][1] * 2, [2, 2, 2, 2, 2, 2, 1])
-    np.testing.assert_allclose(active["without"][0], np.arange(7) / 10)
-
-
-def test_what_workers_lose_and_a_scheduler_that_is_too_slow():
-    found = simulated(Case("shards", 0.5, 0.0), workers=100, units=50_000)
-    assert 0 < found.lost < 0.05
-    assert found.busy == 0
-    assert found.again > 0
-    found = simulated(Case("slow", 0.5, 0.01), workers=100, units=10_000)
-    assert found.busy == pytest.approx(1, abs=0.01)
-    assert found.lost == pytest.approx(1, abs=0.05)  # it takes a second for what workers do in half
 
 
 def test_half_of_the_programs_are_held_out():
@@ -124,29 +82,6 @@ def test_what_became_slower_is_told_first():
     assert [line.verdict for line in lines] == ["slower", "", "", "", "faster"]
     assert lines[0].change == pytest.approx(1.5)
     assert history.lines_of([]) == []
-
-
-def test_noise_is_not_told():
-    wide = [(0, Ratio(1.0, 0.9, 1.1)), (1, Ratio(1.5, 1.05, 2.0))]
-    assert Line("wide", wide).verdict == ""
-    assert Line("small", [(0, Ratio(1.0, 1.0, 1.0)), (1, Ratio(1.05, 1.04, 1.06))]).verdict == ""
-
-
-def test_ratios_are_found_wherever_they_are():
-    @dataclass(frozen=True)
-    class Result:
-        name: str
-        run: Ratio
-        ways: dict
-        seconds: float = 1.0
-
-    one, two = Ratio(1.0, 0.9, 1.1), Ratio(2.0, 1.9, 2.1)
-    result = Result("forward", one, {"map": two, "scan": one})
-    assert history.ratios_in("rows: sums", result) == {
-        "rows: sums: forward, run": one,
-        "rows: sums: forward, ways, map": two,
-        "rows: sums: forward, ways, scan": one,
-    }
 
 
 def test_a_run_of_the_benchmarks_is_a_line(tmp_path, capsys):

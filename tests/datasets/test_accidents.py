@@ -1,11 +1,9 @@
 """What happens to disks, files and processes while `map` is at work, or between two calls."""
 
-import contextlib
 import itertools
 import os
 import resource
 import shutil
-import subprocess
 from pathlib import Path
 
 import jax
@@ -123,61 +121,6 @@ def test_no_space_is_left(x, at_write, out, bytes):
     assert verify(out)
     assert doubled(out).reused == done
     check(out, x)
-
-
-@pytest.fixture
-def small_disk(x, tmp_path):
-    """A disk of its own for a test, and a command that changes how it is mounted."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = shutil.which("mount")
-    made = mount and subprocess.run(
-        [mount, "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True
-    )
-    if not made or made.returncode:
-        pytest.skip("a disk that is small or read-only takes root, who may mount it")
-    yield disk, lambda how: subprocess.run([mount, "-o", f"remount,{how}", disk], check=True)
-    subprocess.run(["umount", disk], check=True)
-
-
-@pytest.mark.parametrize("out", OUTS)
-def test_a_disk_that_fills(x, at_write, small_disk, out):
-    disk, _ = small_disk
-    other = disk / "other"
-
-    def fill():
-        with contextlib.suppress(OSError), open(other, "wb", buffering=0) as file:
-            while file.write(bytes(4096)):
-                pass
-
-    at_write(6, fill)
-    with pytest.raises(bx.StorageError, match="no space is left") as told:
-        doubled(disk / out, retries=0)
-    assert str(disk) in str(told.value)
-    done = status(disk / out).done
-    other.unlink()
-    assert doubled(disk / out).reused == done
-    check(str(disk / out), x)
-
-
-@pytest.mark.parametrize("out", OUTS)
-def test_a_disk_that_is_only_read(x, half_done, small_disk, out):
-    disk, remount = small_disk
-    remount("ro")
-    with pytest.raises(bx.StorageError, match=r"y\..*Read-only .* this process may write to"):
-        doubled(disk / out)
-    remount("rw")
-    half_done(disk / out)
-    remount("ro")
-    with pytest.raises(bx.StorageError, match=r"y\..*Read-only .* this process may write to"):
-        doubled(disk / out)
-    assert 0 < status(disk / out).done < ROWS
-    assert verify(disk / out)
-    remount("rw")
-    doubled(disk / out)
-    remount("ro")
-    assert doubled(disk / out).reused == ROWS
-    check(str(disk / out), x)
 
 
 @pytest.mark.parametrize("out", OUTS)

@@ -1,14 +1,12 @@
 """`map` on pools of processes, on Dask, and in shards: what comes of it is the same."""
 
 import itertools
-import json
 import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -29,15 +27,13 @@ from batchax.datasets.journal import read_journal
 from batchax.datasets.pipeline import Work
 from batchax.datasets.sources import as_source
 from kills import jobs
-from kills.dask import cluster
 from kills.left import left_by
 
 from support import engine_calls
 from support.engine_calls import ROWS, UNIT, call
+from support.processes import ENV, python
 
 pytestmark = pytest.mark.only_in_whole_runs  # they start processes
-ROOT = Path(bx.__file__).parents[1]
-ENV = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(jobs.__file__).parents[1]}"}
 
 
 @pytest.fixture
@@ -89,12 +85,6 @@ def command(*args):
 def started(*args, **options):
     pipe = subprocess.PIPE
     return subprocess.Popen(command(*args), stdout=pipe, stderr=pipe, text=True, env=ENV, **options)
-
-
-def ended(process, seconds=600):
-    out, err = process.communicate(timeout=seconds)
-    assert process.returncode == 0, err
-    return json.loads("[" + out.replace(" ", ",", 2) + "]")
 
 
 def wait_for(condition, seconds=600):
@@ -425,13 +415,6 @@ def test_what_ends_only_in_company_is_not_blamed(x):
     assert_whole(x)
 
 
-@pytest.mark.nightly
-def test_all_workers_end(x):
-    call(engine_calls.fatally_for_all, "processes:2")
-    assert len(list(Path().glob("died-*"))) >= 2
-    assert_whole(x)
-
-
 def test_attempts(tmp_path):
     attempts = Attempts.of_new_call(tmp_path, b"")
     with attempts.running(3, 0):
@@ -467,32 +450,6 @@ def test_interrupted(x):
     assert_whole(x)
 
 
-@pytest.mark.nightly
-def test_the_client_is_killed(x):
-    process = started("slowly", "processes:2")
-    wait_for(lambda: units_done() > 1)
-    process.kill()
-    process.communicate()  # which ends when the workers have ended
-    wait_for(lambda: status("y.npy").holder is None)
-    done = units_done()
-    assert 1 < done < ROWS // UNIT
-    assert call(engine_calls.slowly, "processes:1").reused >= done * UNIT
-    assert_whole(x)
-
-
-@pytest.mark.nightly
-def test_shards_killed(x):
-    shards = [started("slowly", f"shard:{k}/3") for k in range(3)]
-    wait_for(lambda: units_done() > 2)
-    shards[1].kill()
-    shards[1].communicate()
-    for shard in (shards[0], shards[2]):
-        ended(shard)
-    left = ended(started("slowly", "shard:1/3"))
-    assert left[1] == 0
-    assert_whole(x)
-
-
 SCRIPT = """
 import sys
 import numpy as np
@@ -510,28 +467,6 @@ def main(out):
 
 def test_functions_of_a_script(x):
     Path("script.py").write_text(SCRIPT + "if __name__ == '__main__':\n    main('y.npy')\n")
-    done = subprocess.run([sys.executable, "script.py"], **ran())
+    done = python("script.py")
     assert done.returncode == 0, done.stderr
     np.testing.assert_array_equal(np.load("y.npy"), x * 3 + 1)
-
-
-def ran():
-    return dict(env=ENV, capture_output=True, text=True, timeout=900)
-
-
-@pytest.mark.nightly
-def test_the_scheduler_is_killed(x, tmp_path):
-    import dask.config
-
-    with cluster(tmp_path / "dask") as (process, address):
-        kill = lambda: (wait_for(lambda: units_done() > 2), process.kill())
-        (killer := threading.Thread(target=kill)).start()
-        with (
-            dask.config.set({"distributed.comm.timeouts.connect": "2s"}),
-            pytest.raises(bx.JobError, match="the scheduler of Dask has stopped"),
-        ):
-            call(engine_calls.slowly, f"dask:{address}")
-        killer.join()
-    done = units_done()
-    assert call(engine_calls.slowly, "processes:2").reused >= done * UNIT > 0
-    assert_whole(x)

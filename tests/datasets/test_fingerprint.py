@@ -1,9 +1,6 @@
 """What tells a call from another one: the same in any process, another where results may be."""
 
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +12,8 @@ import batchax as bx
 from batchax.datasets.arrays import in_memory
 from batchax.datasets.fingerprint import as_seen_here, but_for_platform, differences, fingerprint
 from batchax.errors import UnsupportedError
+
+from support.processes import python
 
 ROW = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -237,11 +236,7 @@ def test_it_is_the_same_in_another_process_and_elsewhere(tmp_path):
         path = tmp_path / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n" * int(seed) + textwrap.dedent(SCRIPT))
-        environment = {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin"}
-        environment["PYTHONPATH"] = str(Path(bx.__file__).parents[1])
-        done = subprocess.run(
-            [sys.executable, str(path)], env=environment, capture_output=True, text=True
-        )
+        done = python(path, PYTHONHASHSEED=seed, JAX_PLATFORMS="cpu")
         assert done.returncode == 0, done.stderr
         found.add(done.stdout)
     assert len(found) == 1

@@ -1,39 +1,14 @@
 """How far a job is, while it runs and after; damage on disk, found and fixed."""
 
-import numpy as np
 import pytest
 
 from batchax.datasets import inspect
 from batchax.datasets.disk import Holder
 from batchax.datasets.inspect import Damaged, Status, Verified, status, verify
-from batchax.datasets.job import open_job
-from batchax.datasets.plan import Bad, Leaf, Plan, Record, Rows, Unit, checksum
-from batchax.datasets.store import open_store
+from batchax.datasets.plan import Bad, Record, Unit
 from batchax.errors import JobError
 
-PLAN = Plan(20, 2, 4)
-LEAF = Leaf("", (20, 3), np.dtype(np.float32))
-
-
-def opened(out, leaves=(LEAF,), plan=PLAN, **options):
-    return open_job(
-        out, lambda _: {}, lambda: plan, lambda plan: open_store(out, leaves, plan), **options
-    )
-
-
-def result(leaf, unit):
-    rows = np.arange(unit.start, unit.stop)
-    if leaf.ragged:
-        return Rows(np.repeat(rows, rows % 3).astype(leaf.dtype), rows % 3)
-    return np.stack([rows, rows + 0.5, -rows], axis=1).astype(leaf.dtype)
-
-
-def computed(job, numbers, leaves=(LEAF,), **more):
-    for number in numbers:
-        unit = job.plan.unit(number)
-        results = [result(leaf, unit) for leaf in leaves]
-        job.store.write(unit, results)
-        job.record([Record(unit, [checksum(x) for x in results], **more)])
+from support.small_jobs import computed, opened
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import os
 import time
 import warnings
-from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -76,19 +75,6 @@ def test_it_says_what_was_appended_last(tmp_path_factory, history):
             Journal(folder, "main").append(record(number, ended=float(clock)))
             os.truncate(path, before + amount % (path.stat().st_size - before))
         assert read_journal(folder) == done
-
-
-def test_cut_at_every_byte_it_says_what_was_true_and_goes_on(folder):
-    records = appended(folder, [record(i, quarantined=[Bad(i, "x")]) for i in range(5)])
-    records = [replace(r, quarantined=tuple(r.quarantined)) for r in records]
-    path = folder / "main.jsonl"
-    content = path.read_bytes()
-    for cut in range(len(content) + 1):
-        path.write_bytes(content[:cut])
-        kept = records[: content[:cut].count(b"\n")]
-        assert list(read_journal(folder).values()) == kept
-        (more,) = appended(folder, [record(91)])
-        assert list(read_journal(folder).values()) == [*kept, more]
 
 
 def test_a_flipped_bit_anywhere_is_told_and_no_wrong_record_is_read(folder):

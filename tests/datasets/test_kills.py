@@ -1,19 +1,14 @@
 """Calls of `map` in processes of their own, killed in every way."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-import batchax as bx
 from kills.__main__ import KINDS
 
 from support import object_servers
+from support.processes import python
 
-TESTS, PACKAGE = Path(__file__).parents[1], Path(bx.__file__).parents[1]
 COUNTS = {"disk": 28, "again": 8, "losing": 10, "network": 5, "s3": 6, "azure": 6, "google": 6} | {
     "processes": 4,
     "dask": 3,
@@ -38,10 +33,7 @@ def test_a_map_that_is_killed_leaves_what_one_leaves_that_is_not(kind, request):
         pytest.skip("fake-gcs-server is not installed: make fake-gcs")
     if kind == "azure" and object_servers.azurite() is None:
         pytest.skip("Azurite is not installed: make azurite")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(TESTS)])}
-    command = [sys.executable, "-m", "kills", "--only", kind, "--count", str(COUNTS[kind])]
-    command += ["--seed", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
+    done = python("-m", "kills", "--only", kind, "--count", COUNTS[kind], "--seed", 0)
     assert done.returncode == 0, done.stdout + done.stderr
     kills, outputs, reused = map(
         int, re.findall(r"(\d+) (?:kills|outputs|units reused)", done.stdout)

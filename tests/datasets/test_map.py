@@ -91,20 +91,6 @@ def test_any_axes_any_sizes(data):
     jax.tree.map(np.testing.assert_array_equal, report.outputs, expected)
 
 
-@pytest.mark.parametrize("kind", ["sum", "mean", "max", "min", "prod"])
-@pytest.mark.parametrize("rows", [16, 21])
-@pytest.mark.parametrize("dtype", [FLOAT, np.int32, np.float16, np.bool_])
-@pytest.mark.each_commit(10)
-def test_reductions(kind, rows, dtype):
-    x = (numbers(rows, 3) * 3).astype(dtype)
-    reduced = bx.map(lambda x: x, x, out_axes=bx.Reduce(kind), batch_size=4, commit_rows=8)
-    expected = bx.vmap(lambda x: x, out_axes=bx.Reduce(kind))(x)
-    assert reduced.outputs is None
-    assert reduced.reduced.dtype == expected.dtype
-    close = dict(rtol=2e-3) if dtype == np.float16 else CLOSE
-    np.testing.assert_allclose(reduced.reduced, expected, **close)
-
-
 @pytest.mark.parametrize(
     "fun",
     [
@@ -124,30 +110,6 @@ def test_keys_do_not_depend_on_batches(fun, in_axes):
         np.testing.assert_allclose(got, expected, **CLOSE)
 
 
-def test_rows_of_different_lengths():
-    rng = np.random.default_rng(0)
-    rows = [rng.standard_normal((n, 2)).astype(FLOAT) for n in rng.integers(1, 9, 21)]
-    x = bx.Ragged.from_rows(rows)
-    report = bx.map(lambda t: (t * 2, t.sum(0)), x, batch_size=4, commit_rows=8)
-    doubled, sums = report.outputs
-    assert isinstance(doubled, bx.Ragged)
-    for got, row in zip(doubled.rows(), rows, strict=True):
-        np.testing.assert_array_equal(got, row * 2)
-    np.testing.assert_allclose(sums, [row.sum(0) for row in rows], **CLOSE)
-
-
-def test_arguments_whose_rows_have_the_same_lengths_share_a_size(tmp_path):
-    rng = np.random.default_rng(0)
-    rows = [{"a": rng.standard_normal(n), "b": np.ones(n)} for n in rng.integers(1, 9, 21)]
-    x = bx.Ragged.from_rows(jax.tree.map(lambda x: x.astype(FLOAT), rows))
-    fun = lambda t: (t["a"] + t["b"]).sum()
-    expected = [row["a"].sum() + len(row["a"]) for row in rows]
-    for out in (None, str(tmp_path / "y.npy")):
-        report = bx.map(fun, x, out=out, batch_size=4, commit_rows=8)
-        got = report.outputs if out is None else np.load(out)
-        np.testing.assert_allclose(got, expected, **CLOSE)
-
-
 @pytest.mark.skipif(jax.config.jax_enable_x64, reason="64 bits hold them")
 def test_integers_that_do_not_fit_fail_their_row():
     x = np.arange(9)
@@ -159,36 +121,6 @@ def test_integers_that_do_not_fit_fail_their_row():
     np.testing.assert_array_equal(report.outputs, [0, 1, 2, 3, 4, 5, 0, 7, 8])
     rows = bx.Ragged(np.arange(5.0), [2, 3])  # what is no integer is rounded
     np.testing.assert_allclose(bx.map(jnp.sum, rows).outputs, [1, 9])
-
-
-def failing_where(bad):
-    def on_host(i, x):
-        if int(i) in bad:
-            raise ValueError(f"row {int(i)} is not to be had")
-        return x * 2
-
-    def fun(i, x):
-        kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.pure_callback(on_host, kind, i, x, vmap_method="sequential")
-
-    return fun
-
-
-@pytest.mark.parametrize("bad", [{0}, {20}, {3, 4, 5, 6}, {7, 8, 13}, set(range(8, 12))])
-def test_rows_that_fail_are_left_out_and_no_others(bad):
-    i, x = np.arange(21, dtype=np.int32), numbers(21, 2)
-    fun = failing_where(bad)
-    options = dict(batch_size=4, commit_rows=8, on_error="quarantine")
-    report = bx.map(lambda i, x: (fun(i, x), i), i, x, out_axes=(1, bx.Reduce("sum")), **options)
-    good = ~np.isin(i, list(bad))
-    np.testing.assert_array_equal(report.outputs[0][:, good], (x * 2).T[:, good])
-    assert np.isnan(report.outputs[0][:, ~good]).all()
-    assert report.quarantined == len(bad)
-    assert [b.row for b in report.bad] == sorted(bad)
-    assert all(f"row {b.row} is not to be had" in b.error for b in report.bad)
-    assert report.reduced[1] == i[good].sum()
-    with pytest.raises(bx.RowError, match=rf"row {min(bad)} of i, x fails"):
-        bx.map(fun, i, x, batch_size=4)
 
 
 def test_rows_with_results_that_are_not_finite():

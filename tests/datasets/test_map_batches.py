@@ -2,12 +2,8 @@
 
 import gc
 import itertools
-import os
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +12,8 @@ import numpy as np
 import pytest
 
 import batchax as bx
+
+from support.processes import python
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 X = np.random.default_rng(0).standard_normal((11, 3)).astype(FLOAT)
@@ -256,9 +254,7 @@ def test_python_ends_in_the_middle_of_it(tmp_path):
     # No thread of the user's runs a map meanwhile: what ends Python in one that computes, ends it
     # in the compiled program, and the process aborts, with JAX alone as well.
     np.save(tmp_path / "x.npy", np.ones((100_000, 4), np.float32))
-    env = {**os.environ, "PYTHONPATH": str(Path(bx.__file__).parents[1])}
-    command = [sys.executable, "-W", "error", "-c", ENDS, str(tmp_path / "x.npy")]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
+    done = python("-W", "error", "-c", ENDS, tmp_path / "x.npy")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

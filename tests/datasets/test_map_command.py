@@ -1,6 +1,5 @@
 """The commands `map`, `status` and `verify`, as they are typed."""
 
-import os
 import re
 import signal
 import subprocess
@@ -12,8 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-import batchax as bx
 from batchax.command import main
+
+from support.map_calls import values
+from support.processes import ENV, python
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 MODEL = """
@@ -75,12 +76,6 @@ def run(text):
     return main(text.split())
 
 
-def zarr_array(path):
-    import zarr
-
-    return zarr.open_array(path, mode="r")[...]
-
-
 def test_a_dataset_and_what_all_rows_share(x, capsys):
     w, b = np.arange(6.0).reshape(3, 2).astype(FLOAT), np.ones(2, FLOAT)
     np.savez("w.npz", w=w, b=b)
@@ -89,8 +84,8 @@ def test_a_dataset_and_what_all_rows_share(x, capsys):
     out, err = capsys.readouterr()
     assert out.startswith("y.zarr: 40 rows, ")
     assert "40 rows done" in err
-    np.testing.assert_allclose(zarr_array("y.zarr/y"), np.tanh(x @ w) + b, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(zarr_array("y.zarr/norm"), np.linalg.norm(x, axis=1), rtol=1e-5)
+    np.testing.assert_allclose(values("y.zarr/y"), np.tanh(x @ w) + b, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(values("y.zarr/norm"), np.linalg.norm(x, axis=1), rtol=1e-5)
     assert run(command + " --no-progress") == 0
     out, err = capsys.readouterr()
     assert out.startswith("y.zarr: 40 rows, 40 reused")
@@ -175,10 +170,10 @@ def units_done():
 
 def test_interrupted(x):
     """It goes on only when it was told that it is to end, however long that takes."""
-    command = [sys.executable, "-m", "batchax", *"map model:patient --in x.npy --out y.npy".split()]
-    command += "--version 1 --batch-size 4 --commit-rows 4".split()
-    env = {**os.environ, "PYTHONPATH": str(Path(bx.__file__).parents[1])}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
+    command = "-m batchax map model:patient --in x.npy --out y.npy --version 1".split()
+    command += "--batch-size 4 --commit-rows 4".split()
+    begun = [sys.executable, *command]
+    with subprocess.Popen(begun, stderr=subprocess.PIPE, text=True, env=ENV) as process:
         while process.poll() is None and not units_done():
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
@@ -187,7 +182,7 @@ def test_interrupted(x):
         err = "".join([*told, *process.stderr])
     assert process.returncode == 130, err
     assert "The same command goes on" in err
-    again = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
+    again = python(*command)
     assert again.returncode == 0, again.stderr
     assert " reused" in again.stdout
     np.testing.assert_array_equal(np.load("y.npy"), x * 2)

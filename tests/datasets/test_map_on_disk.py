@@ -19,6 +19,8 @@ from batchax.datasets import inspect, pipeline, plan
 from batchax.datasets.source import Source
 from batchax.datasets.store import Store
 
+from support.map_calls import values
+
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 ROWS, SIZE = 40, dict(batch_size=4, commit_rows=8, progress=False)
 
@@ -32,12 +34,6 @@ def x():
 
 def double(x):
     return x * 2
-
-
-def zarr_array(path):
-    import zarr
-
-    return zarr.open_array(path, mode="r")[...]
 
 
 def stopped_after(monkeypatch, units):
@@ -185,7 +181,7 @@ def test_storage_that_fails_is_tried_again(x, fails, monkeypatch):
     run = lambda: bx.map(double, "x.npy", out="y.zarr", **{**SIZE, "commit_rows": ROWS})
     if fails <= 2:
         run()
-        np.testing.assert_array_equal(zarr_array("y.zarr"), x * 2)
+        np.testing.assert_array_equal(values("y.zarr"), x * 2)
     else:
         with pytest.raises(bx.StorageError, match=r"y\.zarr could not be written"):
             run()

@@ -62,12 +62,21 @@ def google():
         yield server
 
 
-@pytest.fixture(params=["memory", "s3", pytest.param("gs", marks=pytest.mark.nightly)])
+@pytest.fixture(
+    params=["memory", "s3", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("gs", "az"))]
+)
 def root(request):
     """Where nothing is, in each of the stores."""
     if request.param != "memory":
-        request.getfixturevalue({"gs": "google"}.get(request.param, request.param))
+        request.getfixturevalue({"gs": "google", "az": "azure"}.get(request.param, request.param))
     return f"{request.param}://{object_servers.BUCKET}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["disk", "memory", "s3"])
+def anywhere(request):
+    """The same, or a folder."""
+    fixture = {"disk": "tmp_path", "s3": "on_s3"}.get(request.param, request.param)
+    return request.getfixturevalue(fixture)
 
 
 @pytest.fixture(autouse=True)
@@ -152,22 +161,6 @@ def test_a_map_leaves_the_bytes_that_it_leaves_on_a_disk(root, tmp_path):
     again = bx.map(described, f"{root}/x.npy", out=f"{root}/y.zarr", out_axes=AXES, **UNIT)
     assert again.reused == 20
     np.testing.assert_array_equal(again.reduced["mean"], local.reduced["mean"])
-
-
-def test_tables(root, tmp_path):
-    """Of rows of different lengths; and what was written is read."""
-    rows = bx.Ragged.from_rows([np.arange(n, dtype=np.float32) for n in [3, 0, 2, 5, 1]])
-    twice = lambda r: {"r": r * 2, "n": r.sum()}
-    how = dict(batch_size=1, commit_rows=2, progress=False)
-    bx.map(twice, rows, out=tmp_path / "t.parquet", **how)
-    report = bx.map(twice, rows, out=f"{root}/t.parquet", **how)
-    left = below(f"{root}/t.parquet")
-    assert left.pop("_begun") == b""
-    assert left == on_disk(tmp_path / "t.parquet")
-    sums = bx.map(jnp.sum, report.outputs["r"], progress=False).outputs
-    np.testing.assert_array_equal(sums, [6, 0, 2, 20, 0])
-    numbers = bx.map(double, report.outputs["n"], progress=False).outputs
-    np.testing.assert_array_equal(numbers, sums)
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -384,23 +377,23 @@ def job_of(url, call="f", resume="auto"):
     )
 
 
-def test_of_two_callers_one_has_the_job_and_the_other_is_told_who(root):
-    with job_of(f"{root}/y.zarr"):
+def test_of_two_callers_one_has_the_job_and_the_other_is_told_who(anywhere):
+    with job_of(f"{anywhere}/y.zarr"):
         with pytest.raises(LockedError, match=r"y\.zarr\.job/lock is held by this process"):
-            job_of(f"{root}/y.zarr")
-        assert str(status(f"{root}/y.zarr").holder).startswith("this process")
-        assert not verify(f"{root}/y.zarr").damaged
-    job_of(f"{root}/y.zarr").close()
-    assert status(f"{root}/y.zarr").holder is None
+            job_of(f"{anywhere}/y.zarr")
+        assert str(status(f"{anywhere}/y.zarr").holder).startswith("this process")
+        assert not verify(f"{anywhere}/y.zarr").damaged
+    job_of(f"{anywhere}/y.zarr").close()
+    assert status(f"{anywhere}/y.zarr").holder is None
 
 
-def test_of_many_callers_at_once_one_has_the_job(root):
+def test_of_many_callers_at_once_one_has_the_job(anywhere):
     jobs, refused, go = [], [], threading.Barrier(4)
 
     def call():
         go.wait()
         try:
-            jobs.append(job_of(f"{root}/y.zarr"))
+            jobs.append(job_of(f"{anywhere}/y.zarr"))
         except (bx.JobError, LockedError) as error:
             refused.append(error)
 
@@ -533,27 +526,9 @@ def test_a_lease_lasts_as_long_as_it_is_renewed(store, request, monkeypatch):
     other.release()
 
 
-def test_a_lease_of_a_process_that_is_gone_is_free(root, monkeypatch):
-    path = address(f"{root}/y.zarr.job/lock", "x")
-    lease = objects.Lease(path)
-    told = json.loads(objects.read(path))
-    for change, free in [
-        ({"machine": "another one"}, False),
-        ({"pid": 2**22 + 1}, True),
-        ({"released": True}, True),
-        ({"machine": None, "pid": "no"}, False),
-    ]:
-        objects.put(path, json.dumps({**told, **change}).encode())
-        assert objects.is_held(path) is not free, change
-    objects.put(path, b"\xff")
-    assert not objects.is_held(path)
-    assert objects.last_holder(path) is None
-    assert not lease.holds
-
-
 @pytest.mark.parametrize("proc", [True, False])
-def test_a_lease_is_held_where_the_system_has_no_proc(root, monkeypatch, proc):
-    """As on macOS."""
+def test_a_lease_of_a_process_that_is_gone_is_free(root, monkeypatch, proc):
+    """Also where the system has no /proc, as macOS."""
     if not proc:
         monkeypatch.setattr(objects, "_PROC", "/nowhere")
     path = address(f"{root}/y.zarr.job/lock", "x")
@@ -563,10 +538,20 @@ def test_a_lease_is_held_where_the_system_has_no_proc(root, monkeypatch, proc):
     told = json.loads(objects.read(path))
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
-    for change, held in [({"pid": ended.pid}, False), ({"pid": 1}, True)]:
+    for change, free in [
+        ({"machine": "another one"}, False),
+        ({"pid": 2**22 + 1}, True),
+        ({"pid": ended.pid}, True),
+        ({"pid": 1}, False),
+        ({"released": True}, True),
+        ({"machine": None, "pid": "no"}, False),
+    ]:
         objects.put(path, json.dumps({**told, **change}).encode())
-        assert objects.is_held(path) is held
-    lease._version = None
+        assert objects.is_held(path) is not free, change
+    objects.put(path, b"\xff")
+    assert not objects.is_held(path)
+    assert objects.last_holder(path) is None
+    assert not lease.holds
 
 
 def test_answers_that_are_lost_requests_that_fail_and_slow_ones(s3, on_s3, tmp_path, monkeypatch):
@@ -683,24 +668,6 @@ def test_passwords_in_addresses_are_in_no_message():
             assert "passw0rd" not in str(caught.value)
     told = masked("no port 'passw0rd@h' of user", "tcp://user:passw0rd@h")
     assert told == "no port '...@h' of user"
-
-
-def test_azure(azure, tmp_path):
-    """The same as on a disk, from .npy, with a lease, resumed, and verified."""
-    root = f"az://{object_servers.BUCKET}/{uuid.uuid4().hex}"
-    put(f"{root}/x.npy", npy(X))
-    stopped(f"{root}/z.parquet")
-    assert bx.map(double, X, out=f"{root}/z.parquet", **UNIT).reused >= 8
-    bx.map(double, X, out=tmp_path / "y.zarr", **UNIT)
-    with job_of(f"{root}/l.zarr"), pytest.raises(LockedError):
-        job_of(f"{root}/l.zarr")
-    bx.map(double, f"{root}/x.npy", out=f"{root}/y.zarr", **UNIT)
-    assert below(f"{root}/y.zarr") == on_disk(tmp_path / "y.zarr")
-    assert verify(f"{root}/y.zarr")
-    got = bx.map(double, f"{root}/y.zarr", progress=False).outputs
-    np.testing.assert_array_equal(got, 4 * X)
-    put(f"{root}/y.zarr/c.1.0", b"damaged")
-    assert len(verify(f"{root}/y.zarr").damaged) == 1
 
 
 @pytest.mark.nightly

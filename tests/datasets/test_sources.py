@@ -3,7 +3,6 @@
 import itertools
 import os
 import sys
-from pathlib import Path
 
 import h5py
 import jax
@@ -19,6 +18,7 @@ from batchax.datasets import files
 from batchax.datasets.plan import crc32c
 from batchax.datasets.sources import as_source
 
+from support.processes import python
 from support.source_tests import SourceTests
 
 X = np.arange(60, dtype=np.float32).reshape(4, 5, 3)
@@ -139,20 +139,6 @@ def test_a_mapped_file_that_is_written_to(tmp_path):
     os.sync()
     assert as_source(mapped[:2], "x").identity() == known
     same(source.whole()[1:], X[1:2])
-
-
-def test_a_mapped_file_does_not_stay_in_memory(tmp_path):
-    def resident():
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("RssFile:")[1].split()[0])
-
-    if not Path("/proc/self/status").exists():
-        pytest.skip("needs Linux")
-    path = save(tmp_path / "x.npy", np.zeros((64, 2**20), np.uint8))
-    source, before = as_source(np.load(path, mmap_mode="r"), "x"), resident()
-    for start in range(0, 64, 8):
-        source.read(0, start, start + 8)
-    assert resident() - before < 20 * 1024
 
 
 def test_parts_of_one_array_on_disk_are_told_apart(tmp_path):
@@ -347,14 +333,11 @@ def test_what_is_not_installed_is_asked_for(kind, module, package, tmp_path, mon
 
 
 def test_nothing_of_storage_is_imported_with_the_package():
-    import subprocess
-
     code = (
         "import sys, batchax, batchax.datasets.sources, batchax.datasets.store; "
         "print({'tensorstore', 'pyarrow', 'h5py', 'google_crc32c'} & set(sys.modules))"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    done = python("-c", code)
     assert done.stdout.strip() == "set()", done.stderr
 
 

@@ -12,18 +12,11 @@ import batchax as bx
 from batchax.analysis.thresholds import TABLE
 from batchax.divergence.runner import Runner
 
+from support.diverging import COUNTS, POINTS, N, power
 from support.forced import FORCED
 from support.oracle import same
 
-N = 23
-COUNTS = jnp.asarray([3, 0, 40, 7, 7, 1, 0, 12, 5, 5, 90, 2, 1, 1, 0, 9, 33, 4, 4, 4, 6, 2, 0])
-POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), float)
 ONE_DEVICE = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
-
-
-def power(count, x):
-    step = lambda c: (c[0] + 1, jnp.tanh(0.9 * c[1]))
-    return lax.while_loop(lambda c: c[0] < count, step, (0, x))
 
 
 def loops(fun, *args, divergence, **options):
@@ -79,29 +72,6 @@ def test_lanes_part_ways_on_each_device_of_a_mesh():
         assert ("divergent_loop" in str(jax.make_jaxpr(sharded)(*DEAR))) == apart
 
 
-def test_collectives_and_calls_of_the_host_stay():
-    def meet(count, x):
-        step = lambda c: (c[0] + 1, c[1] + lax.pmean(c[1], "i"))
-        return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
-
-    seen = []
-
-    def told(count, x):
-        def step(c):
-            jax.debug.callback(lambda i: seen.append(int(i)), c[0])
-            return c[0] + 1, c[1] / 2
-
-        return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
-
-    outs = [
-        bx.vmap(meet, axis_name="i", divergence=d)(COUNTS, POINTS) for d in (FORCED, "predicate")
-    ]
-    same(*outs, None)
-    bx.vmap(told, divergence=FORCED)(COUNTS, POINTS)
-    jax.effects_barrier()
-    assert len(seen) == int(COUNTS.sum())
-
-
 @pytest.mark.compiles(60)
 def test_rules_of_forward_mode_give_results_without_tangents():
     @jax.custom_jvp
@@ -133,16 +103,6 @@ def test_lanes_of_two_axes_that_cannot_be_one_set_are_masked():
         text = str(jax.make_jaxpr(outer)(COUNTS, xs, weights))
         assert "divergent_loop" not in text
     same(*outs, None)
-
-
-def test_a_loop_that_is_masked_may_ask_for_the_index_of_a_lane_around_it():
-    def fun(x):
-        step = lambda c: (c[0] + 1, c[1] / 2 + lax.axis_index("outer") / 9)
-        return lax.while_loop(lambda c: (c[0] < 9) & (c[1] > 1), step, (0, x))
-
-    both = lambda vmap: jax.jit(vmap(vmap(fun), axis_name="outer"))
-    xs = jnp.asarray(np.random.default_rng(0).uniform(0, 99, size=(3, N)), float)
-    same(both(functools.partial(bx.vmap, divergence=FORCED))(xs), both(jax.vmap)(xs), None)
 
 
 def test_branches_that_lanes_take_apart_hold_no_tracer_of_the_loop_around_them():

@@ -47,43 +47,27 @@ def loss(out):
 
 
 def derivatives(name, divergence):
-    """Values and first derivatives, and second ones, from counts, points and what else there is."""
+    """Values and first derivatives, from counts, points and what else there is."""
     fun, _, of_other = PROGRAMS[name]
     of = lambda f: bx.vmap(f, (0, 0, of_other), divergence=divergence)
     of_all, of_each = of(fun), of(jax.grad(lambda n, x, w: loss(fun(n, x, w)), (1, 2)))
     tangents = lambda n, x, w: jax.jvp(lambda x, w: fun(n, x, w), (x, w), (jnp.cos(x), jnp.cos(w)))
     pull = lambda n, x, w: jax.grad(lambda x, w: loss(of_all(n, x, w)), (0, 1))(x, w)
-    each_again = lambda n, x, w: jax.grad(lambda x, w: loss(of_each(n, x, w)), (0, 1))(x, w)
-    first = {"values": of_all, "vjp": pull, "vjp of each": of_each, "jvp of each": of(tangents)}
-    second = {
-        "jvp": lambda n, x, w: jax.jvp(lambda x: of_all(n, x, w), (x,), (jnp.cos(x),)),
-        "vjp of vjp of each": each_again,
-        "jvp of vjp": lambda n, x, w: jax.jvp(lambda x: pull(n, x, w), (x,), (jnp.cos(x),))[1],
-    }
-    return oracle.together(first), oracle.together(second)
-
-
-def compare(name, which, way=FORCED):
-    both = [derivatives(name, way)[which] for way in (way, "predicate")]
-    compiled, other = oracle.at_once(*both), PROGRAMS[name][1]
-    for label, counts in COUNTS.items():
-        oracle.same(*compiled(jnp.asarray(counts), POINTS, other), None, f"{label}: ")
-    # Lanes that are done hold what they like.
-    counts, points = jnp.asarray(COUNTS["others"]), POINTS.at[1].set(jnp.nan).at[10].set(jnp.inf)
-    oracle.same(*compiled(counts, points, other), None, "not finite: ")
+    ways = {"values": of_all, "vjp": pull, "vjp of each": of_each, "jvp of each": of(tangents)}
+    return oracle.together(ways)
 
 
 @pytest.mark.parametrize("way", [FORCED, NARROW], ids=["auto", "compact"])
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.each_commit(2)
 def test_values_and_derivatives(name, way):
-    compare(name, 0, way)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_derivatives_of_derivatives(name):
-    compare(name, 1)
+    compiled = oracle.at_once(*(derivatives(name, way) for way in (way, "predicate")))
+    other = PROGRAMS[name][1]
+    for label, counts in COUNTS.items():
+        oracle.same(*compiled(jnp.asarray(counts), POINTS, other), None, f"{label}: ")
+    # Lanes that are done hold what they like.
+    counts, points = jnp.asarray(COUNTS["others"]), POINTS.at[1].set(jnp.nan).at[10].set(jnp.inf)
+    oracle.same(*compiled(counts, points, other), None, "not finite: ")
 
 
 def test_what_only_a_derivative_needs_is_compiled_once_forth():
@@ -99,20 +83,6 @@ def test_what_only_a_derivative_needs_is_compiled_once_forth():
     assert text.count(" cosine(") == 2
 
 
-def test_sums_of_steps_back_are_not_added_to_zeros():
-    """The derivatives of a matrix are one for each lane: to add zeros to these takes their room."""
-
-    def held(divergence):
-        of_each = bx.vmap(
-            jax.grad(lambda n, x, w: settled(n, x, w).sum(), 2), (0, 0, None), divergence=divergence
-        )
-        args = jnp.zeros(64, int), jnp.zeros((64, 64)), jnp.zeros((64, 64))
-        return jax.jit(of_each).lower(*args).compile().memory_analysis().temp_size_in_bytes
-
-    room = 64 * 64 * 64 * jnp.zeros(()).dtype.itemsize
-    assert held(FORCED) - held("predicate") < 0.5 * room
-
-
 def test_a_sweep_does_not_copy_checkpoints():
     args = jnp.zeros(64, int), jnp.zeros((64, 512))
 
@@ -122,25 +92,6 @@ def test_a_sweep_does_not_copy_checkpoints():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert held(FORCED) < 1.3 * held("predicate")
-
-
-def test_callbacks_are_made_as_by_masked_lanes():
-    def told_of(divergence):
-        told = []
-
-        def f(n, x):
-            def step(c):
-                jax.debug.callback(lambda i: told.append(int(i)), c[0])
-                return c[0] + 1, jnp.sin(c[1])
-
-            return bx.bounded_while(lambda c: c[0] < n, step, (0, x), max_steps=5)[1]
-
-        out = bx.vmap(f, divergence=divergence)(jnp.asarray([3, 0, 2]), POINTS[:3])
-        jax.block_until_ready(out)
-        jax.effects_barrier()
-        return sorted(told)
-
-    assert told_of(FORCED) == told_of("predicate") == [0, 0, 1, 1, 2]
 
 
 def test_a_gradient_keeps_residuals_of_one_window():

@@ -10,10 +10,8 @@ from jax import lax
 import batchax as bx
 
 from support import oracle
+from support.diverging import COUNTS, POINTS, N, power
 
-N = 23
-COUNTS = jnp.asarray([3, 0, 40, 7, 7, 1, 0, 12, 5, 5, 90, 2, 1, 1, 0, 9, 33, 4, 4, 4, 6, 2, 0])
-POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), float)
 NARROW = bx.Compact(width=4)
 
 
@@ -55,13 +53,6 @@ def check(fun, *args, in_axes=0, out_axes=0, divergence=NARROW, derivatives=True
             oracle.same(dots[name], dots["masked"], None, f"{name} jvp")
 
 
-def power(count, x, matrix=None):
-    """A matrix applied `count` times."""
-    matrix = jnp.eye(3) * 0.9 if matrix is None else matrix
-    step = lambda c: (c[0] + 1, jnp.tanh(matrix @ c[1]))
-    return lax.while_loop(lambda c: c[0] < count, step, (0, x))
-
-
 def test_lanes_leave():
     widths = {f"{width}": bx.Compact(width=width) for width in [1, 8, 22, 23, 100, None]}
     check(power, COUNTS, POINTS, divergence=widths, derivatives=False)
@@ -90,14 +81,6 @@ def test_lanes_that_are_done_do_no_harm():
 
     x = jnp.arange(N, dtype=float) - 2
     check(f, x)
-
-
-def test_index_of_the_lane():
-    def f(n):
-        step = lambda c: (c[0] + 1, c[1] + lax.axis_index("lanes"))
-        return lax.while_loop(lambda c: c[0] < n + lax.axis_index("lanes") % 2, step, (0, 0))
-
-    check(f, COUNTS, axis_name="lanes")
 
 
 def test_lanes_of_nested_batches_share_a_window():
@@ -148,21 +131,6 @@ def test_chunks_share_a_window(batch_size):
     check(before_and_after, COUNTS, POINTS, batch_size=batch_size, derivatives=batch_size == 5)
 
 
-def test_chunks_share_a_window_in_calls():
-    @jax.jit
-    def f(n, x):
-        return before_and_after(n, x)
-
-    check(f, COUNTS, POINTS, batch_size=5)
-    check(
-        lambda n: power(n + lax.axis_index("i") % 2, POINTS[0]), COUNTS, batch_size=5, axis_name="i"
-    )
-    reduced = dict(out_axes=bx.Reduce("mean"), batch_size=5, divergence=NARROW)
-    mean = jax.jit(bx.vmap(f, **reduced))(COUNTS, POINTS)
-    expected = jax.tree.map(lambda x: x.mean(0), jax.jit(bx.vmap(f))(COUNTS, POINTS))
-    oracle.same(mean[0], expected[0], {"rtol": 1e-5, "atol": 1e-6}, "mean")
-
-
 def test_a_slow_lane_keeps_no_chunk_waiting():
     slow = jnp.where(jnp.arange(64) % 8 == 0, 100, 1)
     x = jnp.ones((64, 3))
@@ -184,25 +152,6 @@ def test_loops_that_hold_much_stay_in_their_chunks():
     assert batched.memory_analysis().temp_size_in_bytes < 12 * 4 * 40_000
 
 
-def test_each_shard_compacts_its_own_lanes():
-    mesh = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("devices")
-
-    def f(n, x):
-        add = lambda c, v: (c + v, None)
-        total = lambda x: lax.fori_loop(
-            0, n % 3, lambda i, x: x * 1.1, x + lax.scan(add, x, x[None])[0]
-        )
-        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, total(c[1])), (0, x))
-
-    for fun in (power, f):
-        batched = bx.vmap(fun, divergence=bx.Compact(3))
-        sharded = jax.shard_map(batched, mesh=mesh, in_specs=spec, out_specs=spec)
-        got = jax.jit(sharded)(COUNTS[:22] % 9, POINTS[:22])
-        expected = jax.jit(bx.vmap(fun))(COUNTS[:22] % 9, POINTS[:22])
-        oracle.same(got, expected, None, "shards")
-
-
 def test_on_devices_that_hold_the_same_lanes_these_wait():
     mesh = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     f = lambda n, x: lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * 1.5), (0, x))
@@ -211,48 +160,6 @@ def test_on_devices_that_hold_the_same_lanes_these_wait():
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=specs, out_specs=specs)
     counts, x = COUNTS[:22] % 5, jnp.stack([POINTS[:22], POINTS[:22] + 1], 1)
     oracle.same(jax.jit(sharded)(counts, x), jax.jit(bx.vmap(f))(counts, x), None, "shards")
-
-
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_sharded_batches(kind):
-    mesh = jax.make_mesh((2,), ("devices",), axis_types=(getattr(jax.sharding.AxisType, kind),))
-    with jax.set_mesh(mesh):
-        counts, xs = (
-            jax.device_put(x[:22], jax.sharding.NamedSharding(mesh, jax.P("devices")))
-            for x in (COUNTS, POINTS)
-        )
-        batched = bx.vmap(power, divergence=bx.Compact(3))
-        got = batched(counts, xs)
-        oracle.same(jax.device_get(got), bx.vmap(power)(COUNTS[:22], POINTS[:22]), None, kind)
-        assert got[1].sharding.spec[0] == "devices"
-        if kind == "Explicit":
-            jax.jit(batched)(counts, xs)
-            text = jax.jit(batched).lower(counts, xs).compile().as_text()
-            assert "all-gather" not in text
-            assert "all-to-all" not in text
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_effects_are_those_of_masked_lanes(ordered):
-    def seen(divergence):
-        calls = []
-
-        def f(n):
-            def step(i):
-                note = lambda *x: calls.append(tuple(map(int, x)))
-                jax.debug.callback(note, n, i, ordered=ordered)
-                return i + 1
-
-            return lax.while_loop(lambda i: i < n, step, 0)
-
-        jax.block_until_ready(jax.jit(bx.vmap(f, divergence=divergence))(COUNTS[:6]))
-        jax.effects_barrier()
-        return calls
-
-    compact, masked = seen(bx.Compact(2)), seen("predicate")
-    assert (compact if ordered else sorted(compact)) == (masked if ordered else sorted(masked))
-    for n in {int(n) for n in COUNTS[:6]}:
-        assert {i for m, i in compact if m == n} >= set(range(n))
 
 
 def test_lane_steps_are_counted():

@@ -1,7 +1,6 @@
 """Branches that run for few lanes or for all, decided at run time, and their derivatives."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,6 @@ from batchax.execution.chunk_loop import (
 )
 from batchax.jaxprs.own_primitives import expanded
 
-from support import forced, oracle
 from support.forced import DECIDED, FORCED, MASKED_DERIVATIVES
 from support.oracle import at_once, example, same
 
@@ -98,57 +96,6 @@ def test_results_are_those_of_masked_lanes(share):
     ours, masked = (f(taken, x, w) for f in compiled(x.dtype))
     for use, expected in masked.items():
         same(ours[use], expected, {"rtol": 2e-4, "atol": 2e-5}, use)
-
-
-def products(x, w):
-    for _ in range(20):
-        x = jnp.tanh(w @ x)
-    return x
-
-
-def one_of_two(taken, x, w):
-    return lax.cond(taken, products, lambda x, w: x / 2, x, w)
-
-
-def two(taken, x, w):
-    return lax.cond(taken, products, lambda x, w: products(-x, w), x, w)
-
-
-def short(taken, x, w):
-    return lax.cond(taken, lambda x, w: w @ x, lambda x, w: x, x, w)
-
-
-def ordered(sort):
-    """One expensive operation, beside which to move a lane is nothing."""
-    wide = lambda x: jnp.outer(x, x).ravel()
-    return lambda taken, x, w: lax.cond(taken, lambda x: sort(wide(x)), wide, x)
-
-
-def explained(fun, lanes=1024, **limits):
-    how = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, **limits))
-    args = jnp.arange(lanes) % 20 == 0, jnp.ones((lanes, 24)), jnp.ones((24, 24))
-    return bx.explain(fun, (0, 0, None), divergence=how)(*args)
-
-
-def test_what_runs_is_chosen_by_what_a_branch_costs():
-    conds = lambda f, **limits: [
-        (e.notes["divergence"], e.notes.get("apart", []), e.notes.get("decided", []))
-        for e in explained(f, **limits).equations
-        if e.primitive == "cond"
-    ]
-    assert conds(one_of_two) == [("grouped", [1], [1])]
-    # 100 calls of few lanes do not gain back what compiling takes longer.
-    assert conds(one_of_two, lanes=256) == [("masked", [], [])]
-    assert conds(one_of_two, min_gain_per_operation=1e8) == [
-        ("masked", [], [])
-    ]  # it would take too long
-    assert conds(short) == [("masked", [], [])]
-    # Blocks of it cost what all lanes do, except for an operation that many lanes run otherwise.
-    assert conds(ordered(jnp.sort)) == [("grouped", [1], [])]
-    assert conds(ordered(jnp.sort), min_core_work=float("inf")) == [("grouped", [1], [1])]
-    assert conds(ordered(lambda x: 1.0 * jnp.argsort(x[:256]).sum() + x)) == [("grouped", [1], [1])]
-    # Whoever takes one of two spares the other: nothing is to be decided.
-    assert conds(two) == [("grouped", [0, 1], [])]
 
 
 def test_nobody_runs_or_some_or_all():
@@ -268,12 +215,10 @@ def test_branches_without_a_linear_part():
     same(*jax.jit(lambda: (run(FORCED), run("predicate")))(), None)
 
 
-LANES_GRADIENTS_OF_BRANCHES, STEPS = 6, 5
 RNG = np.random.default_rng(0)
-XS = RNG.normal(size=(LANES_GRADIENTS_OF_BRANCHES, 3)).astype(np.float32)
-TAKEN_GRADIENTS_OF_BRANCHES = RNG.integers(0, 3, (LANES_GRADIENTS_OF_BRANCHES, STEPS))
+XS = RNG.normal(size=(6, 3)).astype(np.float32)
+TAKEN_IN_STEPS = RNG.integers(0, 3, (6, 5))
 MATRIX = RNG.normal(size=(3, 3)).astype(np.float32)
-in_blocks = functools.partial(bx.vmap, divergence=forced.FORCED)
 
 
 def layer(x, matrix):
@@ -286,47 +231,6 @@ def seldom(x, taken, matrix):
         return x, x.sum()
 
     return lax.scan(step, x, taken)
-
-
-def arms(x, taken, matrix):
-    """Branches of other dtypes, that hand on, and that use others of their operands."""
-
-    def step(carry, taken):
-        n, x, seen = carry
-        one = lambda n, x, seen: (n + 1, layer(x, matrix), x > 0, x[0])
-        other = lambda n, x, seen: (n, jnp.sin(x) * n, seen, 2 * x.prod())
-        n, x, seen, y = lax.switch(
-            taken, [lambda n, x, seen: (n, x, seen, np.float32(1)), one, other], *carry
-        )
-        return (n, x, seen), (y, jnp.where(seen, x, 0))
-
-    return lax.scan(step, (0, x, x > 9), taken, reverse=True)
-
-
-def nested(x, taken, matrix):
-    """In a loop inside, in calls, and once more at the end of a step."""
-
-    @jax.jit
-    def turn(x, taken):
-        return lax.cond(taken == 2, jax.checkpoint(layer), lambda x, _: x, x, matrix)
-
-    def step(x, taken):
-        x, ys = lax.scan(lambda x, k: (turn(x * 1.1, k), x), x, jnp.arange(3) + taken)
-        return lax.cond(taken > 0, lambda x: jnp.exp(-x), jnp.cos, x), ys.sum()
-
-    return lax.scan(step, x, taken)
-
-
-def bounded(x, taken, matrix):
-    """Loops that end early: both are bounded."""
-
-    def step(x, taken):
-        x = lax.cond(taken == 1, layer, lambda x, _: x, x + 0.3, matrix)
-        return x, x[0]
-
-    x, ys = bx.scan(step, until=lambda x: x.sum() > 2)(x, taken)
-    turn = lambda c: (c[0] + 1, lax.cond(taken[c[0]] == 1, jnp.sin, lambda x: x, c[1] * 1.5))
-    return bx.bounded_while(lambda c: c[1].sum() < 2, turn, (0, x), STEPS)[1], ys
 
 
 def with_own(x, taken, matrix):
@@ -342,67 +246,14 @@ def with_own(x, taken, matrix):
     return lax.scan(step, x, (taken, jnp.sin(taken.astype(x.dtype))))
 
 
-PROGRAMS = [seldom, arms, nested, with_own, bounded]
-
-
-def total(fun, *args):
-    outs = jax.tree.leaves(fun(*args))
-    return sum(jnp.sum(y**2) for y in outs if jnp.issubdtype(y.dtype, np.inexact))
-
-
-def both_ways(derivative, programs, **options):
-    """Ours, and that of ``jax.vmap``; of all programs as one."""
-
-    def run(vmap):
-        some = lambda *xs: [derivative(vmap, fun)(*xs) for fun in programs]
-        return jax.jit(some)(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX)
-
-    oracle.same(
-        run(functools.partial(bx.vmap, **{"divergence": forced.FORCED, **options})), run(jax.vmap)
-    )
-
-
-def gradient(vmap, fun, which: Any = 0):
-    """Of the loss over all lanes, with the loss."""
-    loss = lambda x, taken, matrix: total(vmap(fun, (0, 0, None)), x, taken, matrix)
-    return jax.value_and_grad(loss, which)
-
-
-@pytest.mark.parametrize("fun", PROGRAMS)
-@pytest.mark.each_commit(2, "seldom", "bounded")
-def test_gradients(fun):
-    both_ways(gradient, [fun])
-
-
-@pytest.mark.parametrize("fun", PROGRAMS)
+@pytest.mark.parametrize("fun", [seldom, with_own])
 @pytest.mark.each_commit(1, "seldom")
-def test_tangents_and_second_derivatives(fun):
-    def tangents(vmap, fun):
-        def run(x, taken, matrix):
-            batched = lambda x, matrix: vmap(fun, (0, 0, None))(x, taken, matrix)
-            floats = lambda outs: [y for y in jax.tree.leaves(outs) if y.dtype == x.dtype]
-            some = lambda *xs: floats(batched(*xs))
-            first = lambda x: gradient(vmap, fun, (0, 2))(x, taken, matrix)[1]
-            back = jax.grad(lambda x: sum(jnp.mean(g) for g in first(x)) / 10)
-            return jax.jvp(some, (x, matrix), (x + 1, matrix - 1)), back(x)
+def test_gradients_of_branches_in_loops(fun):
+    def gradients(vmap):
+        def loss(x, matrix):
+            outs = vmap(fun, (0, 0, None))(x, TAKEN_IN_STEPS, matrix)
+            return sum(jnp.sum(y**2) for y in jax.tree.leaves(outs))
 
-        return run
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(XS, MATRIX)
 
-    both_ways(tangents, [fun])
-
-
-def test_rules_of_the_users():
-    """A rule for cotangents has no tangents, which are staged beside the way back."""
-
-    @jax.custom_vjp
-    def odd(x):
-        return x * 2
-
-    odd.defvjp(lambda x: (odd(x), x), lambda x, ct: (3 * ct * x,))
-
-    def fun(x, taken, matrix):
-        far = lambda x: odd(layer(x, matrix))
-        return lax.scan(lambda x, k: (lax.cond(k == 1, far, jnp.sin, x), k), x, taken)
-
-    run = lambda vmap: jax.jit(gradient(vmap, fun, (0, 2)))(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX)
-    oracle.same(run(in_blocks), run(jax.vmap))
+    same(gradients(functools.partial(bx.vmap, divergence=FORCED)), gradients(jax.vmap))

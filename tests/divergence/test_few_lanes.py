@@ -13,6 +13,8 @@ from batchax.analysis.thresholds import TABLE, device_kind, thresholds_here
 from batchax.execution.chunk_loop import ChunkLoop
 from batchax.jaxprs.bodies import with_inside
 
+from support.oracle import loop, same
+
 LANES = 24
 SIDE = 6
 
@@ -54,19 +56,8 @@ def state(share, seed=0):
     return board, place, keys, jnp.asarray(random.uniform(size=LANES) < share)
 
 
-def same(outs, expected):
-    for out, x in zip(jax.tree.leaves(outs), jax.tree.leaves(expected), strict=True):
-        assert out.dtype == x.dtype
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            out, x = jax.random.key_data(out), jax.random.key_data(x)
-        np.testing.assert_allclose(out, x, rtol=1e-5)
-
-
-def one_by_one(f, *args):
-    """The oracle: a loop of Python over the lanes."""
-    compiled = jax.jit(f)
-    outs = [compiled(*(x[i] for x in args)) for i in range(len(args[0]))]
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *outs)
+def of_each(f, *args):
+    return loop(jax.jit(f), args, [0] * len(args))
 
 
 def singly(f, *args):
@@ -85,7 +76,7 @@ def test_whether_few_or_many_take_a_branch_results_are_those_of_one_example():
     assert "xla_cpu_small_call" in compiled.lower(*state(0.5)).as_text()
     for share in (0, 0.1, 0.7, 1):
         args = state(share)
-        expected = one_by_one(turn, *args)
+        expected = of_each(turn, *args)
         same(compiled(*args), expected)
         if share == 0.1:
             same(batched(*args), expected)
@@ -94,7 +85,7 @@ def test_whether_few_or_many_take_a_branch_results_are_those_of_one_example():
 
 def test_in_chunks_on_devices_and_under_other_vmaps():
     args = state(0.1)
-    expected = one_by_one(turn, *args)
+    expected = of_each(turn, *args)
     same(jax.jit(bx.vmap(turn, batch_size=7))(*args), expected)
     halves = jax.tree.map(lambda x: x.reshape(2, LANES // 2, *x.shape[1:]), args)
     for outer in (jax.vmap, bx.vmap):
@@ -119,7 +110,7 @@ def test_in_a_loop_whose_carry_nobody_reads():
 
     args = state(0.3)
     assert singly(bx.vmap(games), *args)
-    same(jax.jit(bx.vmap(games))(*args), one_by_one(games, *args))
+    same(jax.jit(bx.vmap(games))(*args), of_each(games, *args))
 
 
 def test_gradients_and_a_nan_of_lanes_that_go_elsewhere():
@@ -136,15 +127,15 @@ def test_gradients_and_a_nan_of_lanes_that_go_elsewhere():
     y = jnp.where(taken, 2.0, -1.0)  # of which the root is a NaN
     batched = bx.vmap(f)
     assert singly(batched, x, y, taken)
-    same(jax.jit(batched)(x, y, taken), one_by_one(f, x, y, taken))
+    same(jax.jit(batched)(x, y, taken), of_each(f, x, y, taken))
     total = lambda batched: jax.jit(jax.grad(lambda x, y: batched(x, y, taken).sum(), (0, 1)))
     gradients = total(batched)(x, y)
     of_example = jax.grad(lambda *xs: f(*xs).sum(), (0, 1))
-    same(gradients, one_by_one(of_example, x, y, taken))
+    same(gradients, of_each(of_example, x, y, taken))
     same(jax.jit(bx.vmap(of_example))(x, y, taken), gradients)
     tangents = jax.jit(lambda x: jax.jvp(lambda x: batched(x, y, taken), (x,), (x,))[1])(x)
     moved = lambda x, *xs: jax.jvp(lambda x: f(x, *xs), (x,), (x,))[1]
-    same(tangents, one_by_one(moved, x, y, taken))
+    same(tangents, of_each(moved, x, y, taken))
 
 
 def thrice(x):

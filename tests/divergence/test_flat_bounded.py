@@ -91,13 +91,6 @@ OUTERMOST = [bounded_outermost, scan_until_outermost]
 PROGRAMS = [scan_of_bounded, scan_of_scans, three_deep, *OUTERMOST]
 
 
-def one_by_one(fun, *args):
-    """The results of each lane alone; the last argument is that of all."""
-    alone, each = jax.jit(fun), args[:-1]
-    lanes = [alone(*(x[i] for x in each), args[-1]) for i in range(len(each[0]))]
-    return jax.tree.map(lambda *xs: np.stack(xs), *lanes)
-
-
 def total(fun, *args):
     return sum(jnp.sum(y**2) for y in jax.tree.leaves(fun(*args)))
 
@@ -117,45 +110,9 @@ def test_values_and_gradients_of_each_lane(fun, runs):
     got = jax.jit(vmap(both))(*args)
     # Values, values with what the way back needs, and the way back.
     assert len(runs) == 3 or fun in OUTERMOST
-    oracle.same(got, one_by_one(both, *args))
-
-
-def of_all(fun, *args):
-    """What is differentiated of all lanes."""
-    return lambda x, w: total(vmap(fun), x, args[1], w)
-
-
-def of_each(fun, *args):
-    """The same, lane by lane."""
-
-    by_hand = lambda x, w: sum(total(fun, x[i], args[1][i], w) for i in range(LANES))
-    return by_hand
+    oracle.same(got, oracle.loop(jax.jit(both), args, (0, 0, None)))
 
 
 @pytest.fixture
 def args():
     return jnp.asarray(POINTS, float), jnp.asarray(COUNTS), jnp.asarray(MATRIX, float)
-
-
-def test_tangents_and_second_derivatives(args):
-    x, _, w = args
-
-    def both(total):
-        tangent = jax.jvp(total, (x, w), (jnp.ones_like(x), jnp.ones_like(w)))
-        return tangent, jax.hessian(total, 1)(x, w)
-
-    got = jax.jit(lambda: both(of_all(scan_of_bounded, *args)))()
-    oracle.same(got, jax.jit(lambda: both(of_each(scan_of_bounded, *args)))())
-
-
-def test_a_loop_without_a_bound_is_refused_in_reverse_as_ever(args):
-    def endless(x, counts, w):
-        def step(x, count):
-            run = lambda c: (c[0] + 1, jnp.tanh(w @ c[1]))
-            return lax.while_loop(lambda c: c[0] < count, run, (0, x))[1], x
-
-        return lax.scan(step, x, counts)
-
-    for divergence in (forced.FORCED, "predicate"):
-        with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
-            jax.grad(lambda x: total(vmap(endless, divergence), x, *args[1:]))(args[0])

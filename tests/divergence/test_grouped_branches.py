@@ -122,17 +122,6 @@ def test_drawn_indices(indices, width):
     same(*switches(width)(jnp.asarray(indices), X, W), SOME)
 
 
-@pytest.mark.parametrize("lanes", [0, 1, 4, 9])
-@pytest.mark.parametrize("width", [1, 4, 64])
-@pytest.mark.each_commit(4)
-def test_sizes(lanes, width):
-    if width == 64 and lanes not in (1, 9):
-        return
-    f = lambda p, x: lax.cond(p, lambda x: steps(x, W), lambda x: x, x)
-    vmap = functools.partial(bx.vmap, divergence=bx.Compact(width=width))
-    check(f, P[:lanes], X[:lanes], vmap=vmap, loops=int(lanes > 0), derivatives=width == 4)
-
-
 def test_types():
     w = W.astype(jnp.bfloat16)
 
@@ -156,61 +145,6 @@ def test_types():
 OUTER = 3
 PAIRS = example((OUTER, N, D), seed=7)
 MASKS = jnp.asarray(np.random.default_rng(8).random((OUTER, N)) < 0.4)
-MATRICES = example((OUTER, D, D), seed=9) / 3
-
-
-WIDTHS = 2, 8  # many chunks for each outer lane, or one for several
-
-
-@pytest.mark.parametrize(
-    ("outer", "axes"),
-    [
-        *(("jax", a) for a in [(0, 0, None), (0, 1, 0), (None, 0, None), (0, None, 0)]),
-        ("masked", (0, 0, None)),
-        ("compact", (0, 0, 0)),
-    ],
-    ids=str,
-)
-@pytest.mark.each_commit(2)
-def test_under_an_outer_vmap(outer, axes):
-    vmaps = {"jax": jax.vmap, "masked": bx.vmap, "compact": compact}
-    p, x, w = MASKS, PAIRS, MATRICES
-    args = (
-        p[0] if axes[0] is None else p,
-        {0: x, 1: x.swapaxes(0, 1), None: x[0]}[axes[1]],
-        w[0] if axes[2] is None else w,
-    )
-
-    def both(inner, outer):
-        f = outer(inner(lambda *a: model(*a)[0], (0, 0, None)), axes)
-        return lambda *args: (f(*args), jax.grad(total(f), (1, 2))(*args))
-
-    inner = [functools.partial(bx.vmap, divergence=bx.Compact(width=width)) for width in WIDTHS]
-    ours = [both(vmap, vmaps[outer]) for vmap in inner]
-    expected, *results = at_once(both(jax.vmap, jax.vmap), *ours)(*args)
-    for width, got in zip(WIDTHS, results, strict=True):
-        same(got, expected, SOME, f"width {width}")
-
-
-def test_index_of_the_lane():
-    def f(p, x):
-        heavy = lambda x: steps(x, W) + lax.axis_index("i")
-        return lax.cond(p, heavy, lambda x: x + lax.axis_index("i") * 2, x)
-
-    check(f, P, X, axis_name="i")
-
-    def g(p, x):
-        index = lambda: 100.0 * lax.axis_index("o") + lax.axis_index("i")
-        return lax.cond(p, lambda x: steps(x, W) + index(), lambda x: x, x)
-
-    ways = [jax.vmap(jax.vmap(g, axis_name="i"), axis_name="o")]
-    for width in WIDTHS:
-        inner = bx.vmap(g, axis_name="i", divergence=bx.Compact(width=width))
-        ways += [outer(inner, axis_name="o") for outer in (jax.vmap, bx.vmap, compact)]
-    ways.append(compact(bx.vmap(g, axis_name="i"), axis_name="o"))
-    expected, *results = at_once(*ways)(MASKS, PAIRS)
-    for got in results:
-        same(got, expected, SOME)
 
 
 @pytest.mark.parametrize("name", ["i", "o"])
@@ -268,26 +202,6 @@ def test_a_rule_that_is_told_the_name_is_masked():
 
     f = lambda p, x: lax.cond(p, ruled, lambda x: x, x)
     check(f, P, X, axis_name="i", loops=0, derivatives=False)
-
-
-def test_in_shard_map():
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-    masked = bx.vmap(model, (0, 0, None))
-    ways = [masked]
-    for cast in (True, False):  # before the branch, or wherever something in it needs that
-
-        def on_shard(p, x, w, cast=cast):
-            w = lax.pcast(w, "d", to="varying") if cast else w
-            return compact(model, (0, 0, None))(p, x, w)
-
-        specs = spec("d"), spec("d"), spec()
-        f = jax.shard_map(on_shard, mesh=mesh, in_specs=specs, out_specs=spec("d"))
-        assert loops_over_picks(f, P, X, W) == cast
-        ways.append(f)
-    expected, *results = at_once(*[jax.value_and_grad(total(f), (1, 2)) for f in ways])(P, X, W)
-    for got in results:
-        same(got, expected, SOME)
 
 
 def test_a_result_of_dtype_float0():

@@ -12,17 +12,9 @@ from batchax.divergence.tiles import run_in_tiles
 from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.bodies import with_inside
 
+from support.diverging import COUNTS, POINTS, N, power
 from support.forced import FORCED, KERNELS, LAST, ONE_FUNCTION
 from support.oracle import same
-
-N = 23  # two blocks of eight, and one more that begins within the second
-COUNTS = jnp.asarray([3, 0, 40, 7, 7, 1, 0, 12, 5, 5, 90, 2, 1, 1, 0, 9, 33, 4, 4, 4, 6, 2, 0])
-POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), float)
-
-
-def power(count, x):
-    step = lambda c: (c[0] + 1, jnp.tanh(0.9 * c[1]))
-    return lax.while_loop(lambda c: c[0] < count, step, (0, x))
 
 
 def several(count, x, key, table):
@@ -185,44 +177,3 @@ def test_short_sums_are_written_out():
     batched = bx.vmap(last, divergence=ONE_FUNCTION)
     assert functions(batched, COUNTS, points)
     same(jax.jit(batched)(COUNTS, points), jax.jit(jax.vmap(last))(COUNTS, points), None)
-
-
-def halved(x):
-    """Of an example a step of a loop; of those that run apart as many blocks as there are."""
-    by = lambda x: lax.while_loop(lambda x: x[0] > 1, lambda x: x * 0.7, x)
-    return lax.cond(x[0] > 1, by, lambda x: x * 1.3, x)
-
-
-def of_branches(count, x):
-    """A branch, with a loop in it, in a loop, and in a loop of a loop."""
-    step = lambda c: (c[0] + 1, halved(jnp.sin(c[1]) * 2))
-    steps = lambda n, x: lax.while_loop(lambda c: c[0] < n, step, (0, x))[1]
-    draw = lambda x, k: (steps((count + k) % 4, x), x[0])
-    return steps(count, x), lax.scan(draw, x, np.arange(3))
-
-
-def test_no_lanes_part_in_a_function():
-    """What puts back lanes that ran apart has no place in one."""
-    batched = bx.vmap(of_branches, divergence=ONE_FUNCTION)
-    assert functions(batched, COUNTS, POINTS)
-    same(jax.jit(batched)(COUNTS, POINTS), jax.jit(jax.vmap(of_branches))(COUNTS, POINTS), None)
-
-
-def test_loops_that_make_references():
-    """Random programs found it: JAX knew no way to turn the references of a window into values."""
-
-    def f(count, x):
-        def step(c):
-            i, x = c
-            ref = jax.new_ref(x * 1.0)
-            ref[i % 3] = 2.0
-            return i + 1, jnp.tanh(x + ref[...])
-
-        return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
-
-    run = lambda way: jax.jvp(lambda x: bx.vmap(f, divergence=way)(COUNTS, x), (POINTS,), (POINTS,))
-    values = lambda way: bx.vmap(f, divergence=way)(COUNTS, POINTS)
-    both = jax.jit(lambda: [(run(way), values(way)) for way in (FORCED, ONE_FUNCTION, "predicate")])
-    windows, single, masked = both()
-    same(windows, masked, None)
-    same(single, masked, None)

@@ -78,24 +78,6 @@ def test_values_and_derivatives_are_those_of_the_loop(way):
     same(got, jax.jvp(each, (STARTS, RATES), moved), CLOSE)
 
 
-def test_the_gradient_of_bounded_loops_inside(way):
-    def settle(x, rate):
-        step = lambda x: x - 0.1 * jnp.sin(x * rate)
-        near = lambda x: bx.bounded_while(lambda x: x[0] > rate, step, x, max_steps=12)
-        return lax.scan(lambda x, _: (near(x + 1), None), x, None, length=DRAWS)[0].sum()
-
-    loss = lambda xs: bx.vmap(settle, divergence=ALONE)(xs, RATES).sum()
-    alone = lambda xs: sum(settle(x, rate) for x, rate in zip(xs, RATES, strict=True))
-    same(jax.jit(jax.value_and_grad(loss))(STARTS), jax.value_and_grad(alone)(STARTS), CLOSE)
-
-
-def test_the_lanes_of_an_outer_vmap_join_them(way):
-    xs, rates = np.stack([STARTS, STARTS[::-1]]), np.stack([RATES, RATES])
-    got = jax.jit(jax.vmap(bx.vmap(orbit, divergence=ALONE)))(xs, rates)
-    expected = jax.tree.map(lambda *x: jnp.stack(x), *map(each, xs, rates))
-    same(got, expected, CLOSE)
-
-
 def test_a_while_whose_lanes_end_at_other_steps(way):
     def hailstone(n):
         halve = lambda n: lax.while_loop(lambda n: n % 2 == 0, lambda n: n // 2, n)

@@ -9,16 +9,11 @@ from batchax.cache import Cache
 from batchax.execution import chunked
 
 from support.chunks import check_chunks
-from support.oracle import agree, example, same, same_type
+from support.oracle import example, same
 
 LANES = 5
 X = example((LANES, 3), seed=1)
 W = example((3,), seed=2)
-
-
-def loops(fun, *args):
-    """How many loops the staged program of `fun` has, chunk loops included."""
-    return str(jax.make_jaxpr(fun)(*args)).count("chunk_loop[")
 
 
 # --- sizes -----------------------------------------------------------------------------------
@@ -79,19 +74,6 @@ def test_no_mapped_argument():
 
 
 # --- outputs ---------------------------------------------------------------------------------
-
-
-def test_outputs_that_do_not_depend_on_the_batch():
-    f = lambda x, w: (x * 2, w * 2, jnp.ones(2), 5, w)
-    for out_axes in ((0, None, None, None, None), (0, bx.AUTO, bx.AUTO, bx.AUTO, 1), bx.AUTO, 0):
-        if out_axes == 0:
-            check_chunks(f, X, W, in_axes=(0, None), out_axes=out_axes)
-            continue
-        options = dict(in_axes=(0, None), out_axes=out_axes)
-        chunked, plain = bx.vmap(f, **options, batch_size=2), bx.vmap(f, **options)
-        same(chunked(X, W), plain(X, W))
-        agree(chunked, plain, X, W)
-        jax.tree.map(same_type, chunked(X, W), plain(X, W))
 
 
 # --- dtypes ----------------------------------------------------------------------------------

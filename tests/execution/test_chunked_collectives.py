@@ -8,7 +8,7 @@ from jax import lax
 import batchax as bx
 
 from support.chunks import check_chunks
-from support.oracle import agree, example, same
+from support.oracle import example, same
 
 LANES = 4
 GROUPS = [[0, 3], [2, 1]]
@@ -125,52 +125,3 @@ def test_memory_of_a_step_with_a_collective_is_that_of_a_chunk():
 
 
 # Chunks in chunks
-
-
-IN_BOTH = {
-    "psum": lambda x, w: jnp.sin(x * w) - lax.psum(jnp.cos(x * w), "i"),
-    "all_gather": lambda x, w: x * lax.all_gather(jnp.cos(x * w), "i").sum(0),
-    "both": lambda x, w: jnp.sin(x * w) - lax.psum(x, ("i", "j")),
-    "twice": lambda x, w: standardised(standardised(x * w)),
-    "scan": lambda x, w: lax.scan(lambda c, y: (jnp.sin(y) - lax.pmean(c, "i"), c), x, x * w)[0],
-    "bounded_while": lambda x, w: bx.bounded_while(
-        lambda c: jnp.abs(c).sum() < 3, lambda c: 2 * c * w + lax.pmean(c, "i"), x, 4
-    ),
-    "cond": lambda x, w: lax.cond(w.sum() < 0, jnp.sin, lambda x: x - lax.pmean(x * x, "i"), x * w),
-}
-
-
-def standardised(x):
-    return jnp.sin(x) - lax.pmean(x * x, "i")
-
-
-def in_both(fun, outer, inner):
-    rows = bx.vmap(fun, (0, None), axis_name="j", **inner)
-    return bx.vmap(rows, (0, None), axis_name="i", **outer)
-
-
-CHUNKS = {"batch_size": 2}
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner", "names"),
-    [
-        (CHUNKS, CHUNKS, ("psum", "all_gather", "both", "bounded_while")),
-        ({"batch_size": 2, "residuals": "keep"}, CHUNKS, ("twice", "scan")),
-        ({"mesh": "all", "batch_size": 1}, CHUNKS, ("twice", "cond")),
-    ],
-    ids=["plain", "outer keeps", "mesh and chunks"],
-)
-@pytest.mark.each_commit(0)
-def test_derivatives_of_chunks_in_chunks_that_meet_over_the_outer_axis(outer, inner, names):
-    fun = lambda x, w: sum(IN_BOTH[name](x, w) for name in names)
-
-    def every(*how):
-        def of(x, w):
-            out, back = jax.vjp(in_both(fun, *how), x, w)
-            return out, back(jnp.cos(x)), jax.jvp(in_both(fun, *how), (x, w), (w * x, w))[1]
-
-        return of
-
-    x, w = example((5, 3, 2), seed=3), example((2,), seed=4)
-    agree(every(outer, inner), every({}, {}), x, w)

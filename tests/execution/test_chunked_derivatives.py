@@ -51,17 +51,6 @@ def test_transformations(name, chunked):
     agree(transformation(ours), transformation(plain), X, W, tolerance=tolerance)
 
 
-def test_linear_functions_are_transposed():
-    chunked = functools.partial(bx.vmap, batch_size=2)
-    f = chunked(lambda x, w: jnp.outer(x, w).sum(0) * 2, (0, None), 1)
-    g = bx.vmap(lambda x, w: jnp.outer(x, w).sum(0) * 2, (0, None), 1)
-    ct = example((3, LANES), seed=5)
-    for i, point in enumerate((X, W)):
-        other = W if i == 0 else X
-        only = lambda h, z: h(z, other) if i == 0 else h(other, z)
-        agree(*(jax.linear_transpose(functools.partial(only, h), point) for h in (f, g)), ct)
-
-
 # --- functions with derivative rules of their own ----------------------------------------------
 
 
@@ -89,14 +78,6 @@ def test_rules_that_close_over_values_from_before_a_collective(make, chunked):
 
     gradient = lambda v: jax.grad(lambda x: v(per_example, axis_name="i")(x, Y).sum())
     agree(gradient(chunked), gradient(bx.vmap), X)
-
-
-@pytest.mark.parametrize("make", [tripled_jvp, tripled_vjp])
-def test_rules_that_close_over_values_that_the_batch_shares(make, chunked):
-    per_example = lambda x, w: make(jnp.cos(w) + 2)(x, x * w).sum()
-    expected = jnp.stack([jax.grad(per_example)(x, W) for x in X])
-    f = chunked(per_example, (0, None))
-    same(jax.jit(jax.grad(lambda x: f(x, W).sum()))(X), expected)
 
 
 def test_rules_that_close_over_values_of_different_sizes(chunked):

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import io_callback
 
 import batchax as bx
 
@@ -18,28 +17,6 @@ X = jnp.arange(float(LANES))
 @pytest.fixture(params=[lambda f: f, jax.jit], ids=["at once", "jit"])
 def wrap(request):
     return request.param
-
-
-@pytest.mark.parametrize("much", [False, True], ids=["little crosses", "much crosses"])
-def test_effects_before_a_collective_happen_once(much, wrap):
-    seen = []
-
-    def f(x):
-        y = io_callback(lambda x: seen.append(float(x)) or x * 2, jax.typeof(x), x, ordered=True)
-        z = jnp.sin(y) + jnp.zeros(8 if much else ())
-        mean = lax.pmean(z, "i")
-        io_callback(lambda x: seen.append(100 + float(x)), None, x, ordered=True)
-        return z - mean, y
-
-    batched = bx.vmap(f, axis_name="i", batch_size=2)
-    z = jnp.sin(X * 2)
-    got = wrap(batched)(X)
-    same(got[0].reshape(LANES, -1)[:, 0], z - z.mean())
-    same(got[1], X * 2)
-    jax.effects_barrier()
-    assert sorted(seen) == [*range(LANES), *range(100, 100 + LANES)]
-    for part in ([s for s in seen if s < 100], [s for s in seen if s >= 100]):
-        assert part == sorted(part)
 
 
 def test_calls_in_order_wait_for_those_before_that_need_a_collective(wrap):

@@ -100,6 +100,7 @@ def everywhere(ordered, turn):
             )
 
         told += lax.while_loop(goes_on, step, (x, np.int32(0)))[1]
+        told += bx.bounded_while(lambda c: c[0] > 0, step, (x, np.int32(0)), 9)[1]
         told += lax.scan(lambda c, t: (c + tell("scan", x, t), None), np.int32(0), jnp.arange(2))[0]
         return told
 

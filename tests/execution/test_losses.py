@@ -111,12 +111,6 @@ def test_values_and_derivatives_are_those_of_the_loop():
     check_kind(make, each, WEIGHTS, POINTS, COUNTS, ways=SERIAL)
 
 
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
-@pytest.mark.parametrize("options", SERIAL.values(), ids=SERIAL.keys())
-def test_loops_end_at_the_step_of_each_lane(jit, options):
-    same(jit(bx.vmap(steps, **options))(COUNTS), 2.0**COUNTS)
-
-
 def test_a_lane_runs_the_branch_that_it_takes_and_no_other():
     taken = []
     branch = lambda name: lambda x: (jax.debug.callback(taken.append, name), x)[1]
@@ -127,13 +121,6 @@ def test_a_lane_runs_the_branch_that_it_takes_and_no_other():
     jax.block_until_ready(out)
     jax.effects_barrier()
     assert sorted(map(int, taken)) == [0, 1, 1, 1]
-
-
-def test_maps_over_datasets_take_it(tmp_path):
-    np.save(tmp_path / "counts.npy", COUNTS)
-    how = dict(out=tmp_path / "out.npy", batch_size=2, progress=False, divergence="serial")
-    bx.map(steps, tmp_path / "counts.npy", **how)
-    same(np.load(tmp_path / "out.npy"), 2.0**COUNTS)
 
 
 @pytest.mark.parametrize("batch_size", [2, "auto"])

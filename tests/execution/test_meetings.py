@@ -1,6 +1,5 @@
 """Meetings of processes: here each is a thread, with a client of one store."""
 
-import contextlib
 import itertools
 import threading
 import time
@@ -119,33 +118,6 @@ def test_those_who_wait_are_told_of_a_failure_at_once(processes, monkeypatch):
     # Should it go on it is told that the others do not.
     fails(meet([first], "the next"), "this process failed in the call before, and others did not")
     assert meet(processes, "the last") == [[[]] * len(processes)] * len(processes)
-
-
-def test_a_failure_that_was_caught(processes):
-    def goes_on(m):
-        with contextlib.suppress(ValueError):
-            call(m, "loss", ValueError("no room") if m.process == 1 else None)
-        m.meet("the next")
-
-    found = on_all([lambda m=m: goes_on(m) for m in processes])
-    fails(
-        found,
-        *[
-            f"{'this process' if m.process == 1 else 'process 1'} failed in the call before"
-            for m in processes
-        ],
-    )
-
-
-def test_where_all_fail_they_may_go_on(processes):
-    def goes_on(m):
-        with pytest.raises(ValueError, match="on each"):
-            call(m, "loss", ValueError("on each"))
-        time.sleep(0.05 * m.process)
-        return m.meet("the next")
-
-    found = on_all([lambda m=m: goes_on(m) for m in processes])
-    assert found == [[[]] * len(processes)] * len(processes)
 
 
 def test_calls_of_threads_are_made_one_at_a_time(processes):

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -129,27 +128,6 @@ def test_a_long_loop_tells_about_fifty_times(length, unroll):
     assert told[-1] == (length, length)
     assert len(runs(told)) == 1
     assert len(told) > 15
-
-
-def test_lanes_that_part_ways():
-    told = []
-    loop = lambda x: lax.while_loop(lambda c: c < 5, lambda c: c + 0.5, x)
-    options = dict(divergence="compact", batch_size=64, progress=lambda *a: told.append(a))
-    jax.block_until_ready(bx.vmap(loop, **options)(jnp.linspace(0, 9, 512)))
-    assert told[-1][0] == told[-1][1]
-    assert len(runs(told)) == 1
-
-
-def test_loops_inside_loops():
-    outer, inner = [], []
-
-    def of_lane(x):
-        return bx.scan(step, length=3, in_axes=None, progress=lambda *a: inner.append(a))(x, x)[0]
-
-    lanes = bx.vmap(of_lane, batch_size=5, progress=lambda *a: outer.append(a))
-    jax.block_until_ready(lanes(X))
-    assert outer == every(2, 2)
-    assert inner == every(3, 3) * 2
 
 
 MESHES = {"all": lambda m: "all", "a mesh": lambda m: m, "one axis of two": lambda m: (m, "b")}
@@ -293,25 +271,6 @@ def test_the_program_goes_on_where_nothing_can_be_written(stream, monkeypatch):
     bx.map(one, np.asarray(X), progress=True)
 
 
-def test_a_bar_inside_another_is_shown_if_it_lasts(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    monkeypatch.setattr(bars, "_REDRAWN", 600.0)
-    outer = bars.Progress(True, "outer", 2, unit="chunks", attended=True)
-    short, long = (bars.Progress(True, name, 3, attended=True) for name in ("short", "long"))
-    short.advance(3)
-    short.close()
-    monkeypatch.setattr(bars, "_REDRAWN", -1.0)
-    long.advance(1)
-    long.close()
-    outer.close()
-    text = stream.getvalue()
-    assert "outer" in text
-    assert "long" in text
-    assert "short" not in text
-    assert bars._shown is None
-
-
 def test_lines_without_rich_and_in_a_notebook_without_widgets(monkeypatch):
     monkeypatch.setattr(bars, "_EVERY", 0.0)
     find = bars.importlib.util.find_spec
@@ -349,13 +308,3 @@ def test_a_number_of_steps_that_is_not_known():
         bx.UnsupportedError, match="progress does not support a symbolic size: the number of steps"
     ):
         export(jax.ShapeDtypeStruct((n,), X.dtype))
-
-
-def test_what_reads_programs_reads_those_that_tell():
-    fun = bx.vmap(one, batch_size=3, progress=print)
-    assert "one" in str(bx.explain(fun)(X))
-    steps = functools.partial(scanned, progress=print)
-    assert bx.explain(bx.vmap(steps))(jnp.stack([X, X])) is not None
-    assert bx.same_program(steps, steps, X)
-    batched, _ = bx.batch_jaxpr(jax.make_jaxpr(steps)(X), axis_size=2, in_axes=[0])
-    assert "tell_progress" in str(batched)

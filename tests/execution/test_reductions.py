@@ -13,7 +13,6 @@ import batchax as bx
 from batchax.frontend.reductions import REDUCTIONS, Kind
 
 from support.chunks import computed
-from support.compiled import compiled_bytes
 from support.oracle import agree, at_once, example, plainly, same, same_type
 
 LANES = 7
@@ -167,21 +166,6 @@ def test_every_kind_has_its_derivatives(way):
     same(got, expected)
 
 
-def test_inside_of_other_batches_and_along_other_axes():
-    x = example((2, 3, LANES), seed=4)
-
-    def in_each_way(one):
-        def total(x):
-            of_batches = jax.vmap(one)(x)
-            return sum(jnp.sum(jnp.sin(of_batches[name])) for name in (*SMOOTH, *OWN))
-
-        return lambda x: (jax.vmap(one)(x), bx.vmap(one)(x), one(x[0]), jax.grad(total)(x))
-
-    ours = bx.vmap(lambda x: dict.fromkeys(ALL, computed(x)), 1, ALL, batch_size=3)
-    theirs = functools.partial(references, ALL, axis=1)
-    same(*at_once(in_each_way(ours), in_each_way(theirs))(x))
-
-
 ROWS = [example((n,), seed=n) for n in (3, 5, 1, 4, 5, 2)]
 OF_ROWS = {
     "packed": {},
@@ -303,27 +287,6 @@ def test_products_with_zeros(zeros):
         agree(jax.hessian(f), jax.hessian(jnp.prod), x)
 
 
-def test_the_gradient_of_a_large_set_in_the_memory_of_a_chunk():
-    """What microbatching is used for: per-example gradients that are only added up.
-
-    Of what lanes hold an array each; where the sum is a contraction, none is held (test_sums).
-    """
-    width = 64
-
-    def clipped(w, x):
-        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
-        return jnp.sort(gradient) / jnp.maximum(jnp.linalg.norm(gradient), 1)
-
-    def mean(batch_size):
-        return bx.vmap(clipped, (None, 0), bx.Reduce("mean"), batch_size=batch_size)
-
-    w = example((width, width), seed=1) / 8
-    few, many = (example((n, width), seed=2) for n in (64, 128))
-    agree(mean(4), mean(None), w, many)
-    assert compiled_bytes(mean(4), w, many) <= compiled_bytes(mean(4), w, few) + 64
-    assert compiled_bytes(mean(4), w, many) < compiled_bytes(mean(None), w, many) / 10
-
-
 # --- mistakes ----------------------------------------------------------------------------------
 
 MISTAKES = {
@@ -392,5 +355,6 @@ def test_it_can_be_sent_to_other_processes():
 
 def test_how_it_is_shown():
     assert repr(bx.Reduce("var")) == "batchax.Reduce('var')"
+    assert repr(bx.Reduce("sum", "keep")) == "batchax.Reduce('sum', unmapped='keep')"
     shown = "batchax.Reduce(batchax.Reduction(combine=add, lane=square, finish=<lambda>))"
     assert repr(ALL["norm"]) == shown

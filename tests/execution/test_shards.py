@@ -110,19 +110,6 @@ def test_spmd_axis_name_tells_of_a_mesh_that_types_do_not():
     assert collectives(compiled) == ["all-reduce"]
 
 
-def test_each_shard_holds_the_temporaries_of_one_chunk():
-    wide = lambda x: jnp.sum(jnp.sort(jnp.outer(x, jnp.arange(500.0)), axis=0)[::2])
-    mesh = mesh_of(AxisType.Explicit)
-
-    def temporaries(lanes):
-        x = jax.device_put(example((lanes, 20)), NamedSharding(mesh, P("d")))
-        with jax.set_mesh(mesh):
-            step = jax.jit(jax.grad(lambda x: jnp.sum(bx.vmap(wide, batch_size=4)(x))))
-            return step.lower(x).compile().memory_analysis().temp_size_in_bytes
-
-    assert temporaries(128) <= temporaries(64) + 64 * 20 * 4
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_collectives_and_indices_span_all_shards(axis_type):
     def meet(x):
@@ -157,17 +144,6 @@ def test_an_array_that_is_closed_over_is_refused_by_shape():
         bx.vmap(lambda x: predict(w, x), 1, batch_size=2)(x)
 
 
-@pytest.mark.compiles(80)
-def test_a_mesh_of_one_device():
-    # Types tell of it all the same.
-    mesh = mesh_of(AxisType.Explicit, 1)
-    w, x = sharded(mesh)
-    with jax.set_mesh(mesh):
-        same(jax.jit(functools.partial(outputs, batch_size=3))(w, x), outputs(W, X))
-        same(jax.jit(functools.partial(gradient, batch_size=3))(w, x), gradient(W, X))
-    same(outputs(w, x, batch_size=3), outputs(W, X))
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P(None, "d"), P()], ids=str)
 def test_a_batch_size_is_chosen_where_only_arrays_know_their_mesh(axis_type, spec):
@@ -179,20 +155,3 @@ def test_a_batch_size_is_chosen_where_only_arrays_know_their_mesh(axis_type, spe
 
     for run in (bx.vmap(f, **options), jax.jit(bx.vmap(f, **options))):
         same(run(W, x), plainly(jax.vmap(f, (None, 1), 1), W, X))
-
-
-def test_a_batch_size_is_chosen_in_a_shard_map_of_the_users_own():
-    def on_shard(w, x):
-        return bx.vmap(predict, (None, 1), (1, 0), batch_size="auto", memory_limit="1MiB")(w, x)
-
-    mesh = mesh_of(AxisType.Auto)
-    spread = jax.shard_map(
-        on_shard, mesh=mesh, in_specs=(P(), P(None, "d")), out_specs=(P(None, "d"), P("d"))
-    )
-    for run in (spread, jax.jit(spread)):
-        same(run(*sharded(mesh)), plainly(jax.vmap(predict, (None, 1), (1, 0)), W, X))
-
-    def of(f):
-        return jax.jit(jax.grad(lambda w, x: sum(jnp.sum(jnp.sin(y)) for y in f(w, x)), (0, 1)))
-
-    same(of(spread)(*sharded(mesh)), of(jax.vmap(predict, (None, 1), (1, 0)))(W, X))

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -114,17 +113,6 @@ def test_plain_text_without_rich(here, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.text", None)
     assert main(["explain", *AFFINE]) == 0
     assert "dot_general" in capsys.readouterr().out
-
-
-def test_the_command_is_installed(capsys):
-    (command,) = entry_points(group="console_scripts", name="batchax")
-    assert command.load() is main
-    with pytest.raises(SystemExit, match="0"):
-        main(["explain", "--help"])
-    assert "--in-axes" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out.startswith("batchax ")
 
 
 def test_every_option_of_every_command_is_described():

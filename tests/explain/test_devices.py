@@ -47,15 +47,6 @@ def test_lanes_that_do_not_come_out_even_and_what_is_reduced():
     assert "exchanged: all-reduce 8 B\n" in str(explanation)
 
 
-def test_what_a_function_gathers_is_exchanged():
-    def centred(x):
-        return x - jnp.sort(jax.lax.all_gather(x, "i"), 0)[0]
-
-    explanation = explained(centred, X, mesh="all", axis_name="i")
-    (gathered,) = explanation.devices.collectives
-    assert (gathered.kind, gathered.bytes) == ("all-gather", X.size * 4)
-
-
 def test_what_is_sharded_over_other_axes_is_no_copy():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
     v, w = jnp.ones((2, 2), "float32"), jax.device_put(W, NamedSharding(mesh, P(None, "b")))

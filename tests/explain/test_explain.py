@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.interpreters import batching, mlir
 
 import batchax as bx
 from batchax.analysis.thresholds import TABLE
@@ -87,33 +86,6 @@ def test_work_is_per_lane_and_as_often_as_it_runs():
     assert chunked.options == {"batch_size": 4}
 
 
-def test_branches_and_loops_hold_their_parts():
-    def f(p, x):
-        y = lax.cond(p, jnp.sin, lambda x: x * 2 + 1, x)
-        return lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, y)
-
-    masked = bx.explain(f)(jnp.arange(4) > 1, jnp.ones((4, 3)))
-    branch, loop = (e for e in masked.equations if e.parts)
-    assert [(p.role, p.primitive) for p in branch.parts] == [
-        ("branch 0", "mul"),
-        ("branch 0", "add"),
-        ("branch 1", "sin"),
-    ]
-    assert branch.notes["divergence"] == loop.notes["divergence"] == "masked"
-    assert {(p.role, p.primitive) for p in loop.parts} == {
-        ("body", "mul"),
-        ("condition", "reduce_sum"),
-        ("condition", "lt"),
-    }
-    assert {p.times for p in loop.parts} == {None}
-    assert branch.work.flops >= sum(p.work.flops for p in branch.parts)
-
-    together = bx.explain(f, (None, 0))(True, jnp.ones((4, 3)))
-    branch = by_primitive(together)["cond"]
-    assert branch.notes["divergence"] == "together"
-    assert branch.work.flops == 24  # of the more expensive branch
-
-
 ONE_DEVICE = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
 
 
@@ -167,63 +139,6 @@ def test_bounded_loops_that_stay_masked_say_why():
     assert "the name" in why_masked(run, x, axis_name="i", divergence=bx.Compact(width=4))
 
 
-def primitive(name):
-    p = jax.extend.core.Primitive(name)
-    p.def_abstract_eval(lambda x: x)
-    mlir.register_lowering(p, mlir.lower_fun(lambda x: x, multiple_results=False))
-    return p
-
-
-def test_services_are_told_apart():
-    mine_p, jaxs_p, no_rule_p = map(
-        primitive, ["explained_mine", "explained_jaxs", "explained_no_rule"]
-    )
-
-    @bx.register_rule(mine_p)
-    def my_rule(axis, args, axes):
-        return mine_p.bind(args[0]), axes[0]
-
-    batching.primitive_batchers[jaxs_p] = lambda xs, axes: (jaxs_p.bind(*xs), axes[0])
-
-    @bx.custom_vmap
-    def norm(x):
-        return jnp.sqrt((x * x).sum())
-
-    @norm.def_vmap
-    def norm_rule(axis_size, in_batched, x):
-        return jnp.sqrt((x * x).sum(1)), True
-
-    @bx.sequential_vmap
-    def in_turn(x):
-        return jnp.cos(x)
-
-    def f(x, w):
-        return norm(no_rule_p.bind(jaxs_p.bind(mine_p.bind(x)))) + in_turn(x).sum() + w.sum()
-
-    explanation = bx.explain(f, (0, None))(jnp.ones((4, 3)), jnp.ones(3))
-    found = {e.primitive.split()[0]: (e.service, e.rule) for e in explanation.walk()}
-    assert found["explained_mine"] == ("user", f"{__name__}.{my_rule.__qualname__}")
-    assert found["explained_jaxs"] == ("jax", "jax")
-    assert found["explained_no_rule"][0] == "lanes"
-    users = [e for e in explanation.walk() if e.service == "user" and "norm_rule" in e.rule]
-    assert len(users) == 1
-    assert "reduce_sum" in users[0].emitted
-    assert any(e.service == "lanes" and "explained" not in e.primitive for e in explanation.walk())
-    assert {e.service for e in explanation.walk()} == {"once", "own", "user", "jax", "lanes"}
-
-
-def test_out_axes_and_trees_of_arguments():
-    def f(p, x):
-        return {"y": p["w"] @ x, "n": x.sum()}
-
-    p = {"w": M}
-    explanation = bx.explain(f, (None, 0), {"y": 1, "n": bx.Reduce("sum")})(p, V)
-    assert [v.name for v in explanation.arguments] == ["p['w']", "x"]
-    n, y = explanation.outputs
-    assert (n.batched, n.axis) == ("f32[]", None)
-    assert (y.batched, y.axis) == ("f32[5,8]", 1)
-
-
 @pytest.mark.parametrize("measure", [False, True])
 def test_outputs_are_those_that_the_program_computes(measure):
     """Not constants that are returned as they are; and the arrays that containers are made of."""
@@ -235,15 +150,6 @@ def test_outputs_are_those_that_the_program_computes(measure):
     assert [(v.batched, v.axis) for v in explanation.outputs] == [("f32[8,3]", 0)] * 2
     joined = bx.explain(lambda x: x * 2, bx.tiles(4), bx.tiles())(V)
     assert [v.batched for v in joined.outputs] == ["f32[2,4,3]"]
-
-
-def test_mistakes_are_those_of_vmap():
-    with pytest.raises(bx.ArgumentTypeError, match="explain expects a function"):
-        bx.explain(3)
-    with pytest.raises(bx.AxisError, match="one size"):
-        bx.explain(affine, (None, 0, 0))(M, V, B)
-    with pytest.raises(TypeError, match="has no option 'batchsize'"):
-        bx.explain(affine, batchsize=3)
 
 
 def test_the_text_says_what_a_rule_did_besides():
@@ -367,15 +273,6 @@ def test_what_is_measured_is_what_is_explained():
     rows = bx.Ragged.from_rows([jnp.ones((n, 2)) for n in (1, 4)])
     explanation = bx.explain(jnp.sum, buckets=2, measure=True)(rows)  # lengths must be known
     assert [t.batch_size for t in explanation.timings] == [None]
-
-
-@pytest.mark.parametrize("options", [{"batch_size": 2}, {"divergence": "compact"}], ids=str)
-def test_a_batch_on_a_mesh_that_types_tell_of(options):
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((8, 2)), jax.NamedSharding(mesh, jax.P("d")))
-        explanation = bx.explain(jnp.sin, compile=False, **options)(x)
-    assert [eqn.primitive for eqn in explanation.equations] == ["sin"]
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"mesh": "all"}, {"axis_name": "i"}])

@@ -177,18 +177,6 @@ def test_random_program(seed):
         check_work(explanation, bx.vmap(fun, AXES, **options), args)
 
 
-@pytest.mark.parametrize("seed", [0, 5, 9])
-@pytest.mark.each_commit(1)
-def test_explaining_changes_nothing(seed):
-    """Neither what is explained next, nor what is run."""
-    cases = list(drawn(seed))
-    first = [str(explained(fun, args, options)) for _, fun, args, options in cases]
-    _, again, args, _ = next(drawn(seed))  # nothing is remembered of another function
-    assert str(explained(again, args, {})) == first[0]
-    for _, fun, args, options in reversed(cases):
-        assert str(explained(fun, args, options)) == first.pop()
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.each_commit(3)

@@ -303,16 +303,6 @@ def test_what_is_said_in_the_same_words_is_said_once():
     assert finding.cost == 2 * once.cost
 
 
-def test_a_lane_counts_once_for_what_it_does_in_a_chunk():
-    def each_step(x):
-        return lax.scan(lambda c, _: (c, c[jnp.int32(c[0])]), x, None, length=7)[1]
-
-    for options in ({}, {"batch_size": 64}):
-        findings = found(each_step, f32(B, 9), **options)
-        (finding,) = [f for f in findings if f.kind.startswith("gather")]
-        assert "7,000 windows of 1 element" in finding.message
-
-
 def test_following_a_remedy_makes_the_finding_vanish():
     (finding,) = found(loop, f32(B, 32), f32(32, 32), in_axes=(0, None))
     assert 'divergence="compact"' in finding.remedy

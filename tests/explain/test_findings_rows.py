@@ -101,41 +101,6 @@ def test_figures_of_branches_by_length(lengths):
     assert ("svd" if few else "needs a length as a number") in finding.remedy
 
 
-W = np.eye(2, dtype=np.float32)
-OF_A_VECTOR = {
-    "a loop over the places": lambda r: jax.lax.fori_loop(
-        0, r.shape[0], lambda i, c: c + r[i], jnp.float32(0)
-    ),
-    "a scan with constants": lambda r: jax.lax.scan(
-        lambda c, t: (W @ c + t * r.sum(), None), jnp.zeros(2), r
-    )[0],
-    "attention": lambda r: (
-        jax.nn.softmax(jnp.where(jnp.tri(r.shape[0]) > 0, jnp.outer(r, r), -jnp.inf)) @ r
-    ),
-    "a median": jnp.median,
-    "a number, and the row": lambda r: (jnp.cumsum(r), jnp.where(r > 0, r, 0.0)),
-    "a solver": lambda r: jnp.linalg.solve(jnp.outer(r, r) + jnp.eye(r.shape[0]), r),
-    "a gradient of a factorisation": jax.grad(
-        lambda r: jnp.linalg.cholesky(jnp.outer(r, r) + jnp.eye(r.shape[0])).sum()
-    ),
-}
-
-
-@pytest.mark.parametrize("options", [{}, {"layout": "padded"}], ids=str)
-@pytest.mark.parametrize("name", OF_A_VECTOR)
-@pytest.mark.each_commit(7)
-def test_whatever_rows_do_is_listed(name, options):
-    vectors = bx.Ragged.from_rows([np.ones(3, np.float32), np.ones(5, np.float32)])
-    explanation = explain(OF_A_VECTOR[name], compile=False, **options)(vectors)
-    assert explanation.lanes == 2
-    assert all(eqn.primitive in explanation.details() for eqn in explanation.equations)
-
-
-def test_a_function_that_computes_nothing_has_chunks_to_say_nothing_of():
-    explanation = explain(lambda x: x, batch_size=2)(np.arange(4.0, dtype=np.float32))
-    assert "chunk" not in " ".join(f.kind for f in explanation.findings)
-
-
 def test_the_operation_and_the_line_for_which_rows_are_grouped():
     (finding,) = found(groups, rows())
     assert "run together: the operation `svd` at " in finding.remedy

@@ -84,17 +84,6 @@ def test_a_step_of_a_transformer():
     assert len(as_page(explanation)) < 2_000_000
 
 
-def test_layers_in_chunks_on_devices():
-    loss, params = network(3)
-    options = {"mesh": "all", "batch_size": 2, "out_axes": bx.Reduce("mean")}
-    explained = bx.explain(jax.value_and_grad(loss), (None, 0), compile=False, **options)
-    explanation = explained(params, jnp.ones((16, 4, 8)))
-    text = told(explanation, network, 450, 1_500_000)
-    assert explanation.devices.count == 4
-    assert "more times what " in text
-    assert " others (" in text  # of what each device has a copy
-
-
 def test_an_ensemble_of_an_adaptive_solver():
     diffrax = pytest.importorskip("diffrax")
 

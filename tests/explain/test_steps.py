@@ -153,16 +153,6 @@ def test_windows_do_what_lane_steps_counts(fun):
     assert step.masked == LANES * 12
 
 
-def test_lanes_with_lanes_of_their_own_count_as_one():
-    rows = NUMBERS.reshape(3, 2)
-    (step,) = steps_of(lambda row: jax.vmap(count_down)(row).sum(), rows)
-    assert (step.needed, step.done) == (3 + 7 + 12, 3 * 12)
-    merged = lambda row: bx.vmap(count_down, divergence=FORCED)(row).sum()
-    (step,) = steps_of(merged, rows, divergence=FORCED)
-    assert step.why == "it runs lanes of an inner vmap, too"
-    assert step.needed is step.done is step.utilization is None
-
-
 def test_what_is_shared_and_what_lanes_meet_in():
     fun = lambda n, k: count_down(n) + count_down(k) + lax.psum(1.0 * n, "i")
     own, shared = steps_of(fun, NUMBERS, 5, in_axes=(0, None), axis_name="i")
@@ -253,16 +243,3 @@ def test_faces_show_counts():
     (data,) = explanation.to_dict()["steps"]
     assert (data["needed"], data["done"], data["utilization"]) == (28, 72, 28 / 72)
     assert bx.explain(count_down)(NUMBERS).steps == ()
-
-
-def test_where_no_time_is_left_nothing_is_counted():
-    (step,) = bx.explain(count_down, measure=True, time_limit=0)(NUMBERS).steps
-    assert step.why == "no time was left"
-    total = jax.grad(
-        bx.vmap(
-            lambda x: lax.scan(lambda c, _: (c * x, None), 1.0, None, 3)[0],
-            out_axes=bx.Reduce("sum"),
-        )
-    )
-    (step, *_) = bx.explain(total, measure=True, time_limit=0)(NUMBERS * 1.0).steps
-    assert step.why == "it is not the batched function alone"

@@ -454,36 +454,6 @@ def test_a_word_that_an_option_does_not_take(name):
         make()
 
 
-OUT_OF_RANGE = {
-    "batch_size": lambda: bx.vmap(jnp.sin, batch_size=0),
-    "a negative batch_size": lambda: bx.vmap(jnp.sin, batch_size=-3),
-    "buckets": lambda: bx.vmap(jnp.sum, buckets=0),
-    "width": lambda: bx.Compact(width=0),
-    "threshold": lambda: bx.Compact(threshold=1.5),
-    "max_norm": lambda: bx.clipped_grad(jnp.sin, -1),
-    "max_steps": lambda: bx.bounded_while(lambda x: x > 0, lambda x: x, 1.0, max_steps=-1),
-    "threads": lambda: bx.host_function(abs, 1.0, threads=0),
-    "lanes": lambda: bx.check(jnp.sin, lanes=0),
-    "rtol": lambda: bx.check(jnp.sin, rtol=-1.0),
-    "commit_rows": lambda: bx.map(jnp.sin, np.ones(3), commit_rows=0),
-    "retries": lambda: bx.map(jnp.sin, np.ones(3), retries=-1),
-    "ahead": lambda: bx.map_batches(jnp.sin, np.ones(3), ahead=-1),
-    "executor": lambda: bx.map(jnp.sin, np.ones(3), out="y.npy", executor="threads:2"),
-    "memory_limit": lambda: bx.vmap(jnp.sin, batch_size="auto", memory_limit="much"),
-    "tiles": lambda: bx.tiles(0),
-    "gather": lambda: bx.gather(jnp.ones(2), to=7),
-    "config": lambda: bx.config.update("divergence", "never"),
-}
-
-
-@pytest.mark.parametrize("name", OUT_OF_RANGE)
-def test_a_value_that_an_option_does_not_take_is_a_value_error(name):
-    with pytest.raises(bx.OptionError) as error:
-        OUT_OF_RANGE[name]()
-    assert isinstance(error.value, ValueError)
-    assert not isinstance(error.value, TypeError)
-
-
 def test_options_without_effect():
     with pytest.raises(bx.ArgumentTypeError, match="residuals is 'keep', but batch_size is None"):
         bx.vmap(jnp.sin, residuals="keep")

@@ -40,54 +40,10 @@ def test_a_key_that_is_an_argument_by_name(key):
     )
 
 
-def test_nested():
-    x = example((3, 4), seed=2)
-    one = bx.vmap(noisy, (bx.split_key, 0))
-    in_chunks = bx.vmap(noisy, (bx.split_key, 0), batch_size=3)
-    each_row = lambda keys, x: jax.lax.map(lambda a: each(noisy, *a), (keys, x))
-    keys = jax.random.split(TYPED, 3)
-
-    @jax.jit
-    def everything(x):
-        fold = jax.vmap(lambda i: jax.random.fold_in(TYPED, i))
-        expected = each_row(fold(jnp.arange(3)), x)
-        by_loop = lambda key, x: each(noisy, key, x)
-        both = bx.vmap(in_chunks, (bx.split_key, 0), batch_size=2)
-        same_key = jnp.broadcast_to(TYPED, 3)
-        return [
-            (bx.vmap(one, (bx.split_key, 0))(TYPED, x), expected),
-            (bx.vmap(by_loop, (bx.split_key, 0))(TYPED, x), expected),
-            (both(TYPED, x), expected),
-            (bx.vmap(one, (None, 0))(TYPED, x), each_row(same_key, x)),
-            (jax.vmap(one)(keys, x), each_row(keys, x)),
-        ]
-
-    for got, expected in everything(x):
-        same(got, expected)
-
-
 def test_nothing_else_is_mapped():
     got = bx.vmap(jax.random.normal, bx.split_key, axis_size=5)(TYPED)
     same(got, each(lambda key, _: jax.random.normal(key), TYPED, jnp.zeros(5)))
     assert bx.vmap(jax.random.normal, bx.split_key, axis_size=0)(TYPED).shape == (0,)
-
-
-@pytest.mark.compiles(150)
-def test_rows():
-    rows = [np.asarray(example((n,), seed=n)) for n in (3, 0, 5, 3)]
-
-    def fun(key, row):
-        return row * jax.random.normal(key)
-
-    draws = each(lambda key, _: jax.random.normal(key), TYPED, jnp.zeros(4))
-    expected = [row * draw for row, draw in zip(rows, np.asarray(draws), strict=True)]
-    x = bx.Ragged.from_rows(rows)
-    ways = {}, {"batch_size": 2}, {"buckets": 2}, {"layout": "grouped"}
-    in_every_way = [bx.vmap(fun, (bx.split_key, 0), **options) for options in ways]
-    all_of_them = jax.jit(lambda data: [f(TYPED, x.with_data(data)) for f in in_every_way])
-    for got in [*all_of_them(x.data), in_every_way[0](TYPED, x)]:
-        for a, b in zip(jax.device_get(got).rows(), expected, strict=True):
-            same(a, b)
 
 
 def test_lanes_that_leave_a_loop():

@@ -73,17 +73,6 @@ def test_blocks_beside_other_kinds():
     check_kind(make, reference, X, y, w)
 
 
-def test_blocks_meet_in_collectives():
-    """A blocked softmax: the largest element and the sum are those of all blocks."""
-
-    def fun(block):
-        shifted = jnp.exp(block - lax.pmax(lax.stop_gradient(block.max()), "blocks"))
-        return shifted / lax.psum(shifted.sum(), "blocks")
-
-    make = lambda **options: bx.vmap(fun, bx.tiles(3), bx.tiles(), axis_name="blocks", **options)
-    check_kind(make, lambda x: jax.nn.softmax(x), X[:, 0])
-
-
 @pytest.mark.parametrize("size", [5, 7, 12, 20])
 @pytest.mark.compiles(60)
 @pytest.mark.each_commit(2)

@@ -17,10 +17,11 @@ import batchax as bx
 
 from fuzz.evaluate import Endless, NotANumber, NotFinite, Tied, evaluate, evaluate_one, only_finite
 from fuzz.programs import HELPERS, PRELUDE, Program
-from support.forced import ALONE, FORCED, KERNELS, LAST, SERIAL
+from support.forced import ALONE, DECIDED, FORCED, KERNELS, LAST, SERIAL
 
 OUTER = 2  # lanes of a vmap around
 _FORCED = {"FORCED": FORCED, "LAST": LAST, "KERNELS": KERNELS, "SERIAL": SERIAL, "ALONE": ALONE}
+_FORCED |= {"DECIDED": DECIDED}
 
 
 class Discarded(Exception):

@@ -38,7 +38,7 @@ OPTIONS = [
     ["divergence=bx.Compact(width=2)"],
     ["divergence=bx.Compact(width=2, threshold=0.25)"],
     ["divergence=FORCED"],
-    ["divergence=FORCED"],
+    ["divergence=DECIDED"],
     ["divergence=LAST"],
     ["divergence=KERNELS"],
     ["divergence=SERIAL"],

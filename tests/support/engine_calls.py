@@ -31,15 +31,6 @@ def on_host(act):
     return fun
 
 
-def once(name):
-    """Whether this is the first time that anybody asks."""
-    try:
-        Path(name).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
 def is_alive(path):
     try:
         os.kill(int(path.name.split("-")[1]), 0)
@@ -88,19 +79,12 @@ def fatally_in_company(i, x):
     mine.unlink()
 
 
-def fatally_for_all(i, x):
-    """Once, all who compute end, one by one."""
-    time.sleep(0.02)
-    if i > 20 and once(f"died-{os.getpid()}") and len(list(Path().glob("died-*"))) <= 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def spoilt(i, x):
     if i in (6, 50):
         raise ValueError("spoilt")
 
 
-CALLS = [slowly, patiently, fatally, fatally_in_company, fatally_for_all, spoilt]
+CALLS = [slowly, patiently, fatally, fatally_in_company, spoilt]
 
 
 def write_inputs():

@@ -212,34 +212,3 @@ def layers(count=6):
         str(2 * count + 1), "reduce_sum", line(5, "return x.sum()"), [name(2 * count)], [total]
     )
     return Explanation("layers", LANES, (name(0),), (total,), (*made, last))
-
-
-def large(equations=2_000, bodies=10):
-    """A program of many equations: `bodies` loops of a hundred, and the rest in one list."""
-    name = lambda k: f"v{k}"
-    source = lambda k: line(k // 3 + 1, f"v = step_{k // 3}(v)")
-    made, inside = [], bodies * 100
-    for k in range(equations - inside):
-        old = max(0, k - 1 - (k * 7919) % 40)
-        takes = [array(name(k), 16), array(name(old), 16)]
-        parts = ()
-        if k < bodies:
-            parts = tuple(
-                equation(
-                    f"{k + 1}.{n + 1}",
-                    "mul",
-                    source(n),
-                    [array(f"w{k}_{n}", 16)],
-                    [array(f"w{k}_{n + 1}", 16)],
-                    role="body",
-                    times=3,
-                )
-                for n in range(100)
-            )
-        primitive = "scan" if parts else ("add", "sin", "mul")[k % 3]
-        takes = [v for v in takes if v.name != name(0) or k == 0] or [array(name(0), 16)]
-        made.append(
-            equation(str(k + 1), primitive, source(k), takes, [array(name(k + 1), 16)], parts=parts)
-        )
-    last = array(name(len(made)), 16)
-    return Explanation("big", LANES, (array(name(0), 16),), (last,), tuple(made))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +16,8 @@ import pytest
 from batchax.datasets.plan import Leaf, Rows, Unit
 from batchax.datasets.store import STORES, Store, described_leaves
 from batchax.errors import JobError, StorageError
+
+from support.processes import python
 
 UNITS = Unit(0, 0, 4), Unit(1, 4, 8), Unit(2, 8, 10)
 _LENGTHS = np.array([0, 3, 1, 0, 2, 5, 0, 0, 1, 0])
@@ -171,13 +171,7 @@ class StoreTests:
         """What it makes is there or not there; what it writes is fixed; nothing stays behind."""
         self._needs_files()
         where = [self.store.__module__, self.store.__qualname__, str(tmp_path), out.name]
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _MAKE_AND_DIE, *where],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            check=False,
-            text=True,
-        )
+        done = python("-W", "ignore", "-c", _MAKE_AND_DIE, *where)
         assert not done.returncode, done.stderr
         ends = [int(line) for line in done.stdout.split()]
         killed = ends.index(0)
