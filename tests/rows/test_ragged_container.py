@@ -1,4 +1,7 @@
-import functools
+"""What a `Ragged` holds, along one axis and along several, how it is made, and what it shows."""
+
+import copy
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 import batchax as bx
 
 LENGTHS = [2, 0, 3, 1]
+SIZES = [(2, 3), (1, 4), (0, 2), (3, 0), (3, 1)]
 
 
 def values(shape, dtype=np.float32):
@@ -26,85 +30,96 @@ def example(*trailing, dtype=np.float32, axis=0, lengths=LENGTHS, **options):
     return bx.Ragged(values(shape, dtype), lengths, axis=axis, **options)
 
 
-def rows_of(x):
-    """The rows of a Ragged by NumPy, from what it is documented to hold."""
-    data, ends = np.asarray(x.data), np.cumsum(np.asarray(x.lengths))
-    return np.split(data, ends, axis=x.axis)[: len(ends)]
-
-
-def same_ragged(got, expected):
-    assert isinstance(got, bx.Ragged)
-    assert (got.max_length, got.axis) == (expected.max_length, expected.axis)
-    assert got.data.dtype == expected.data.dtype
-    np.testing.assert_array_equal(got.lengths, expected.lengths)
-    np.testing.assert_array_equal(got.data, expected.data)
+def kind(shape, axis=0, sizes=LENGTHS, dtype=np.float32):
+    """An axis or several, and NumPy's rows, of a shape for each of the sizes."""
+    return axis, [values(shape(*np.atleast_1d(s)), dtype) for s in sizes]
 
 
 KINDS = {
-    "vectors": example(),
-    "trailing axes": example(3, 2),
-    "along axis 1": example(3, axis=1),
-    "along the last axis": example(2, 3, axis=2),
-    "bool": example(2, dtype=bool),
-    "int8": example(dtype=np.int8),
-    "bfloat16": example(2, dtype=ml_dtypes.bfloat16),
-    "complex": example(2, dtype=np.complex64),
-    "spare room": bx.Ragged(values((9, 2)), LENGTHS, 5),
-    "no rows": bx.Ragged(values((0, 2)), []),
-    "all empty": bx.Ragged(values((0, 2)), [0, 0]),
-    "all empty, with a bound": bx.Ragged(values((0, 2)), [0, 0], 3),
-    "one row": example(2, lengths=[4]),
-    "rows without width": example(0),
+    "vectors": kind(lambda n: (n,)),
+    "trailing axes": kind(lambda n: (n, 3, 2)),
+    "along axis 1": kind(lambda n: (3, n), 1),
+    "along the last axis": kind(lambda n: (2, 3, n), 2),
+    "bool": kind(lambda n: (n, 2), dtype=bool),
+    "int8": kind(lambda n: (n,), dtype=np.int8),
+    "bfloat16": kind(lambda n: (n, 2), dtype=ml_dtypes.bfloat16),
+    "complex": kind(lambda n: (n, 2), dtype=np.complex64),
+    "all empty": kind(lambda n: (n, 2), sizes=[0, 0]),
+    "one row": kind(lambda n: (n, 2), sizes=[4]),
+    "rows without width": kind(lambda n: (n, 0)),
+    "images": kind(lambda h, w: (h, w), (0, 1), SIZES),
+    "with channels": kind(lambda h, w: (h, w, 2), (0, 1), SIZES),
+    "channels first": kind(lambda h, w: (2, h, w), (1, 2), SIZES, np.int32),
+    "apart": kind(lambda h, w: (h, 2, w), (0, 2), SIZES),
+    "far apart": kind(lambda h, w: (2, h, 1, w, 2), (1, 3), SIZES, np.complex64),
+    "of which one is": kind(lambda h, w: (2, h), (1,), SIZES),
+    "three": kind(lambda h, w: (h, w, h + 1), (0, 1, 2), SIZES),
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_rows_are_the_parts_of_the_data(name):
-    x = KINDS[name]
-    expected = rows_of(x)
-    again = bx.Ragged.from_rows(x.rows(), x.max_length, axis=x.axis) if len(x) else x
-    assert (again.lengths.dtype, again.max_length) == (np.int32, x.max_length)
-    assert len(x) == len(expected) == len(x.rows())
-    for i, row in enumerate(expected):
-        for mine in (x[i], x[i - len(x)], x.rows()[i], list(x)[i], again[i]):
-            assert mine.dtype == x.dtype
+def same_rows(x, rows):
+    x = jax.device_get(x)  # slices of NumPy's arrays are not compiled
+    assert len(x) == len(rows) == len(x.rows()) == len(list(x))
+    for i, row in enumerate(rows):
+        for mine in (x[i], x[i - len(x)], x.rows()[i], list(x)[i]):
+            assert mine.dtype == row.dtype
             np.testing.assert_array_equal(mine, row)
 
 
-def forms(x):
-    """Padded rows, and the same rows made of these, and of offsets."""
-    padded = x.to_padded()
-    again = bx.Ragged.from_padded(padded, x.lengths, axis=x.axis)
-    of_offsets = bx.Ragged.from_offsets(x.data, x.offsets, x.max_length, axis=x.axis)
-    return x.to_padded(1), again, of_offsets
-
-
-@functools.cache
-def traced_forms():
-    return jax.jit(lambda kinds: {name: forms(x) for name, x in kinds.items()})(KINDS)
+def padded(rows, fill):
+    shape = np.max([row.shape for row in rows], axis=0)
+    out = np.full((len(rows), *shape), fill, rows[0].dtype)
+    for mine, row in zip(out, rows, strict=True):
+        mine[tuple(map(slice, row.shape))] = row
+    return out
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("traced", [False, True])
-def test_padded_rows_and_offsets_make_the_same_rows_again(name, traced):
-    x = KINDS[name]
-    padded, *made = traced_forms()[name] if traced else forms(x)
-    shape = list(x.data.shape)
-    shape[x.axis] = x.max_length
-    expected = np.ones((len(x), *shape), x.dtype)
-    for i, row in enumerate(rows_of(x)):
-        part = [i, *[slice(None)] * row.ndim]
-        part[x.axis + 1] = slice(0, row.shape[x.axis])
-        expected[tuple(part)] = row
-    assert padded.dtype == x.dtype
-    np.testing.assert_array_equal(padded, expected)
-    np.testing.assert_array_equal(x.offsets, [0, *np.cumsum(np.asarray(x.lengths))])
+def test_rows_come_back_as_they_were(name):
+    axis, rows = KINDS[name]
+    x = bx.Ragged.from_rows(rows, axis=axis)
+    axes = np.atleast_1d(axis)
+    sizes = np.array([[row.shape[k] for k in axes] for row in rows])
+    assert x.data.shape[axes[0]] == sizes.prod(1).sum()
+    np.testing.assert_array_equal(x.offsets, [0, *sizes.prod(1).cumsum()])
     assert x.offsets.dtype == np.int32
-    for again in made:
-        assert (again.max_length, again.axis) == (x.max_length, x.axis)
-        for mine, row in zip(rows_of(again), rows_of(x), strict=True):
-            assert mine.dtype == x.dtype
-            np.testing.assert_array_equal(mine, row)
+    assert x.shape == (len(rows), *(None if k in axes else n for k, n in enumerate(rows[0].shape)))
+    if len(axes) == 1:
+        np.testing.assert_array_equal(x.data, np.concatenate(rows, axes[0]))
+    same_rows(x, rows)
+    same_rows(bx.Ragged(x.data, x.lengths, axis=x.axis), rows)
+    same_rows(x.astype(jnp.complex64), [row.astype(np.complex64) for row in rows])
+    for mine, row in zip(bx.unstack(jax.device_get(x)), rows, strict=True):
+        np.testing.assert_array_equal(mine, row)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_padded_rows_and_offsets_make_the_same_rows_again(name):
+    axis, rows = KINDS[name]
+    x, expected = bx.Ragged.from_rows(rows, axis=axis), padded(rows, 1)
+
+    def through(x):
+        again = [bx.Ragged.from_padded(x.to_padded(), x.lengths, axis=x.axis)]
+        if isinstance(x.axis, int):
+            of_offsets = bx.Ragged.from_offsets
+            again.append(of_offsets(x.data, x.offsets, x.max_length, axis=x.axis))
+        return x.to_padded(1), again
+
+    for there, back in (through(x), jax.jit(through)(x.with_capacity(50))):
+        assert there.dtype == x.dtype
+        np.testing.assert_array_equal(there, expected)
+        for again in back:
+            assert (again.max_length, again.axis) == (x.max_length, x.axis)
+            same_rows(again, rows)
+    longer = bx.Ragged.from_padded(expected, x.lengths, 20, axis=x.axis)
+    assert longer.max_length == (20 if isinstance(x.axis, int) else (20,) * len(axis))
+
+
+def test_no_rows():
+    x = bx.Ragged(values((0, 2)), [])
+    again = bx.Ragged.from_padded(x.to_padded(), x.lengths)
+    assert x.to_padded().shape == (0, 0, 2)
+    assert (len(x), len(again), x.rows(), again.max_length) == (0, 0, [], 0)
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -146,6 +161,12 @@ def test_keys_of_rows_that_are_all_empty_are_rows_too():
 
 
 WAYS = {
+    "a copy": copy.deepcopy,
+    "a pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "a device": jax.device_put,
+    "more room": lambda x: x.with_capacity(40),
+    "a greater bound": lambda x: x.with_max_length(9),
+    "NumPy": lambda x: jax.tree.map(np.asarray, x),
     "an inner jit with known lengths": lambda x: jax.jit(lambda: x)(),
     "donation": lambda x: jax.jit(lambda x: x, donate_argnums=0)(jax.tree.map(jnp.array, x)),
     "scan": lambda x: jax.lax.scan(lambda c, _: (c, None), jax.tree.map(jnp.array, x), length=2)[0],
@@ -154,11 +175,15 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("axis", [0, 1])
-def test_a_ragged_is_the_same_after(name, axis):
-    x = example(2, axis=axis, max_length=4)
-    same_ragged(WAYS[name](x), x)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["vectors", "along axis 1", "far apart"])
+def test_a_ragged_is_the_same_after(way, name):
+    axis, rows = KINDS[name]
+    x = bx.Ragged.from_rows(rows, 4, axis=axis)
+    got = WAYS[way](x)
+    assert (type(got), got.axis) == (bx.Ragged, x.axis)
+    assert way == "a greater bound" or got.max_length == x.max_length
+    same_rows(got, rows)
 
 
 def test_trees_may_hold_placeholders_in_place_of_arrays():
@@ -237,3 +262,49 @@ REPRS = {
 @pytest.mark.parametrize("text", REPRS)
 def test_it_is_shown_by_what_a_row_is(text):
     assert repr(REPRS[text]) == text
+
+
+# Of several axes.
+
+
+def test_some_rows_and_those_of_several():
+    rows = KINDS["with channels"][1]
+    x = bx.Ragged.from_rows(rows, (5, 6), axis=(0, -2))
+    assert x.axis == (0, 1)
+    same_rows(x[[3, 0, 0]], [rows[3], rows[0], rows[0]])
+    same_rows(x[1:3], rows[1:3])
+    same_rows(x[[]], [])
+    assert x[:2].max_length == (5, 6)
+    both = bx.Ragged.concatenate([x, x[:1]])
+    same_rows(both, [*rows, rows[0]])
+    assert both.max_length == (5, 6)
+    other = bx.Ragged.from_rows(KINDS["apart"][1], axis=(0, 2))
+    with pytest.raises(bx.AxisError, match=r"has rows of float32\[n, 2, n\], and batches\[0\]"):
+        bx.Ragged.concatenate([x, other])
+
+
+def test_several_axes_are_shown():
+    x = bx.Ragged.from_rows(KINDS["apart"][1], axis=(0, 2))
+    lengths = "lengths=([2, 1, 0, 3, 3], [3, 4, 2, 0, 1]), max_length=(3, 4)"
+    assert repr(x) == f"Ragged(5 rows of float32[n, 2, m], {lengths})"
+    shapes = repr(jax.eval_shape(lambda x: x, x))
+    assert shapes == repr(x).replace(lengths, "lengths=(unknown, unknown), max_length=(3, 4)")
+    shown = []
+    jax.make_jaxpr(lambda x: shown.append(repr(x)))(x)
+    assert shown == [repr(x).replace(lengths, "lengths=(traced, traced), max_length=(3, 4)")]
+    g = jax.grad(lambda x: x.data.sum(), allow_int=True)(x)
+    assert "lengths=(none, of a derivative, none, of a derivative)" in repr(g)
+    with pytest.raises(bx.ArgumentTypeError, match="this is a derivative"):
+        g.rows()
+    same_rows(x.with_data(g.data), [np.ones_like(row) for row in KINDS["apart"][1]])
+
+
+def test_derivatives_reach_rows_and_nothing_else():
+    rows = KINDS["images"][1]
+    x = bx.Ragged.from_rows(rows, axis=(0, 1)).with_capacity(20)
+    weights = np.random.default_rng(1).normal(size=(5, 3, 4)).astype(np.float32)
+    data = jax.jit(jax.grad(lambda data: (x.with_data(data).to_padded() * weights).sum()))(x.data)
+    same_rows(
+        x.with_data(data), [w[: len(r), : r.shape[1]] for w, r in zip(weights, rows, strict=True)]
+    )
+    assert not np.asarray(data)[x.offsets[-1] :].any()

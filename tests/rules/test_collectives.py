@@ -1,5 +1,7 @@
 """Collectives over the mapped axis, against the same collectives over devices."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,8 @@ from support.oracle import agree, at_once, example, same, same_type, shares
 
 LANES = 4
 PERM = [(0, 2), (2, 1), (1, 3), (3, 0)]
-GROUPS = [[0, 3], [2, 1]]
-UNEVEN = [[2], [0, 3, 1]]
+EVEN = dict(axis_index_groups=[[0, 3], [2, 1]])
+UNEVEN = dict(axis_index_groups=[[2], [0, 3, 1]])
 
 # Each takes an example of shape (4, 8) and the names to communicate over.
 COLLECTIVES = {
@@ -48,21 +50,26 @@ COLLECTIVES = {
     "axis_index": lambda x, i: x[0, 0] + lax.axis_index(i),
     "axis_size": lambda x, i: x * lax.axis_size(i),
 }
-WITH_GROUPS = {
-    "psum": lambda x, i, g: lax.psum(x, i, axis_index_groups=g),
-    "pmean": lambda x, i, g: lax.pmean(x, i, axis_index_groups=g),
-    "pmax": lambda x, i, g: lax.pmax(x, i, axis_index_groups=g),
-    "pmin": lambda x, i, g: lax.pmin(x, i, axis_index_groups=g),
-    "all_gather": lambda x, i, g: lax.all_gather(x, i, axis_index_groups=g, axis=1),
-    "all_gather tiled": lambda x, i, g: lax.all_gather(x, i, axis_index_groups=g, tiled=True),
-    "psum_scatter": lambda x, i, g: lax.psum_scatter(
-        x[:, :2], i, scatter_dimension=1, axis_index_groups=g
+# Groups of different sizes are for reductions alone.
+IN_GROUPS = {
+    "psum in groups": partial(lax.psum, **EVEN),
+    "pmean in groups": partial(lax.pmean, **EVEN),
+    "pmax in groups": partial(lax.pmax, **EVEN),
+    "pmin in groups": partial(lax.pmin, **EVEN),
+    "psum in uneven groups": partial(lax.psum, **UNEVEN),
+    "pmax in uneven groups": partial(lax.pmax, **UNEVEN),
+    "pmin in uneven groups": partial(lax.pmin, **UNEVEN),
+    "all_gather in groups": partial(lax.all_gather, axis=1, **EVEN),
+    "all_gather tiled in groups": partial(lax.all_gather, tiled=True, **EVEN),
+    "psum_scatter in groups": lambda x, i: lax.psum_scatter(
+        x[:, :2], i, scatter_dimension=1, **EVEN
     ),
-    "psum_scatter tiled": lambda x, i, g: lax.psum_scatter(x, i, tiled=True, axis_index_groups=g),
-    "all_to_all": lambda x, i, g: lax.all_to_all(x[:2], i, 0, 1, axis_index_groups=g),
-    "all_to_all tiled": lambda x, i, g: lax.all_to_all(x, i, 1, 0, tiled=True, axis_index_groups=g),
+    "psum_scatter tiled in groups": partial(lax.psum_scatter, tiled=True, **EVEN),
+    "all_to_all in groups": lambda x, i: lax.all_to_all(x[:2], i, 0, 1, **EVEN),
+    "all_to_all tiled in groups": lambda x, i: lax.all_to_all(x, i, 1, 0, tiled=True, **EVEN),
 }
-UNSUPPORTED_BY_JAX = ("ppermute, some receive nothing",)
+COLLECTIVES |= IN_GROUPS
+UNSUPPORTED_BY_JAX = ("ppermute, some receive nothing", *IN_GROUPS)
 
 
 def on_devices(fun, x, names, sizes):
@@ -79,9 +86,9 @@ def on_devices(fun, x, names, sizes):
     return jax.tree.map(np.asarray, jax.jit(mapped)(x))
 
 
-def all_of(names, axes="i", table=COLLECTIVES, *groups):
+def all_of(names, axes="i"):
     """The collectives of `names`, as one function of an example."""
-    return lambda x: {name: table[name](x, axes, *groups) for name in names}
+    return lambda x: {name: COLLECTIVES[name](x, axes) for name in names}
 
 
 def compiled(programs):
@@ -91,7 +98,7 @@ def compiled(programs):
     return jax.jit(lambda xs: {name: fun(xs[name]) for name, fun in functions.items()})(xs)
 
 
-@pytest.mark.parametrize("names", shares(COLLECTIVES, 2), ids=" ".join)
+@pytest.mark.parametrize("names", shares(COLLECTIVES, 3), ids=" ".join)
 def test_as_over_devices(names):
     one, x = all_of(names), example((LANES, 4, 8))
     expected = on_devices(one, x, ("i",), (LANES,))
@@ -108,7 +115,7 @@ def test_as_over_devices(names):
         jax.tree.map(same_type, {name: types[0][name] for name in known}, types[1])
 
 
-@pytest.mark.parametrize("names", shares(COLLECTIVES, 2), ids=" ".join)
+@pytest.mark.parametrize("names", shares(COLLECTIVES, 3), ids=" ".join)
 def test_of_a_value_that_is_not_batched(names):
     one, x = all_of(names), example((4, 8))
     expected = on_devices(one, np.stack([x] * LANES), ("i",), (LANES,))
@@ -118,30 +125,14 @@ def test_of_a_value_that_is_not_batched(names):
         same(got, expected, where=way)
 
 
-@pytest.mark.parametrize("groups", [GROUPS, UNEVEN], ids=["even", "uneven"])
-def test_groups(groups):
-    # Those that are not reductions need groups of one size.
-    names = WITH_GROUPS if groups is GROUPS else ("psum", "pmax", "pmin")
-    one, x = all_of(names, "i", WITH_GROUPS, groups), example((LANES, 4, 8))
-    expected = on_devices(one, x, ("i",), (LANES,))
-    ways = {axes: bx.vmap(one, *axes, axis_name="i") for axes in ((0, 0), (1, -1), (2, 1))}
-    programs = {str(axes): (way, np.moveaxis(x, 0, axes[0])) for axes, way in ways.items()}
-    shared = bx.vmap(one, None, axis_name="i", axis_size=LANES)
-    got = compiled({**programs, "shared": (shared, x[0])})
-    for axes in ways:
-        outs = jax.tree.map(lambda y: np.moveaxis(y, axes[1], 0), got[str(axes)])
-        same(outs, expected, where=str(axes))
-    same(got["shared"], on_devices(one, np.stack([x[0]] * LANES), ("i",), (LANES,)))
-
-
 IN_JAX_OVER_TWO_AXES = ("psum", "pmean", "pmax", "pmin", "axis_index", "axis_size")
 
 
-PERMUTES = ("ppermute", "ppermute, some receive nothing", "pshuffle")
+PERMUTES = ("ppermute", "pshuffle", *UNSUPPORTED_BY_JAX)
 
 
 @pytest.mark.parametrize("names", [("i", "j"), ("j", "i")], ids="".join)
-@pytest.mark.parametrize("chosen", shares(COLLECTIVES, 2), ids=" ".join)
+@pytest.mark.parametrize("chosen", shares(COLLECTIVES, 3), ids=" ".join)
 @pytest.mark.each_commit(2)
 def test_over_two_axes(chosen, names):
     """Ours and ours, ours inside jax.vmap and around it, ours inside shard_map."""
@@ -195,15 +186,7 @@ def test_around_shard_map(names):
     same(jax.jit(bx.vmap(mapped, axis_name="i"))(x), expected)
 
 
-def test_groups_over_two_axes():
-    x = example((2, 2, 4, 8))
-    one = all_of(WITH_GROUPS, ("i", "j"), WITH_GROUPS, GROUPS)
-    expected = on_devices(one, x, ("i", "j"), (2, 2))
-    same(jax.jit(bx.vmap(bx.vmap(one, axis_name="j"), axis_name="i"))(x), expected)
-    same(on_devices(bx.vmap(one, axis_name="j"), x, ("i",), (2,)), expected)
-
-
-@pytest.mark.parametrize("names", shares(COLLECTIVES, 2), ids=" ".join)
+@pytest.mark.parametrize("names", shares(COLLECTIVES, 3), ids=" ".join)
 def test_over_another_axis(names):
     """A collective over an outer axis, of values that are batched over ours too."""
     one, x = all_of(names), example((LANES, 2, 4, 8))
