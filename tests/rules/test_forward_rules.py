@@ -6,14 +6,15 @@ import pytest
 
 import batchax as bx
 
+from explain.test_rule_names import CASES as SHOWN
+
 from support.every_rule import NAME, RULES
 
 CASES = [
     (module, name)
-    for module, programs in RULES.items()
+    for module, name in SHOWN
     if module not in ("rules.references", "rules.callbacks")  # JAX refuses them in such a rule
-    for name in programs
-    if name not in ("dce_sink", "scan_steps", "closed_call")  # no result; of one precision
+    if name not in ("dce_sink", "scan_steps")  # no result; of one precision
 ]
 
 
@@ -68,9 +69,11 @@ def test_linear_parts_are_transposed(module, name, x64):
 @pytest.mark.each_commit(60, "conv_general_dilated", "dot_general", "sort")
 def test_no_lanes(module, name):
     fun, *types = RULES[module][name]
-    none = [jax.ShapeDtypeStruct((0, *t.shape[1:]), t.dtype) for t in types]
+    example = [jax.ShapeDtypeStruct(t.shape[1:], t.dtype) for t in types]
+    none = [jax.ShapeDtypeStruct((0, *t.shape), t.dtype) for t in example]
     shapes = lambda vmap: jax.eval_shape(vmap(fun, axis_name=NAME), *none)
     try:
+        jax.make_jaxpr(fun, axis_env=[(NAME, 0)])(*example)  # no array is scattered over no lanes
         expected = shapes(jax.vmap)
     except Exception:
         pytest.skip("JAX does not batch it")
@@ -87,6 +90,8 @@ def test_a_batch_is_batched_by_jax(module, name, x64):
         shapes = lambda vmap: jax.eval_shape(jax.vmap(vmap(fun, axis_name=NAME)), *several)
         try:
             expected = shapes(jax.vmap)
-        except NotImplementedError:
+        except (NotImplementedError, TypeError) as error:
+            # JAX 0.10 indexes with a list where it batches `lax.pbroadcast`.
+            assert isinstance(error, NotImplementedError) or name == "pbroadcast", error
             pytest.skip("JAX does not batch it")
         assert shapes(bx.vmap) == expected

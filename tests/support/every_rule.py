@@ -159,7 +159,7 @@ def _reduction(names):
 
 
 def _of_several(x, i):
-    start = jnp.float32(0), jnp.int32(0)
+    start = jnp.zeros((), x.dtype), jnp.int32(0)
     return lax.reduce((x, i), start, lambda a, b: (a[0] + b[0], a[1] * b[1]), (0,))
 
 
@@ -228,20 +228,20 @@ def _exchanges():
 
 def _calls():
     body = lambda x: jnp.sin(x) * 2
-    staged = jax.make_jaxpr(body)(jnp.ones(3))
 
-    def call(name, **params):
+    def call(name, params):
         def f(x):
+            staged = jax.make_jaxpr(body)(jax.ShapeDtypeStruct(x.shape, x.dtype))
             primitive = find_primitive(name)
-            return primitive.bind(x, **primitive.get_bind_params(params))[0]
+            return primitive.bind(x, **primitive.get_bind_params(params(staged)))[0]
 
         return f, X
 
     return {
-        "call": call("call", call_jaxpr=staged.jaxpr),
-        "closed_call": call("closed_call", call_jaxpr=staged),
-        "core_call": call("core_call", call_jaxpr=staged),
-        "eval_jaxpr": (lambda x: bound("eval_jaxpr", **body_of_evaluation(staged))(x)[0], X),
+        "call": call("call", lambda staged: {"call_jaxpr": staged.jaxpr}),
+        "closed_call": call("closed_call", lambda staged: {"call_jaxpr": staged}),
+        "core_call": call("core_call", lambda staged: {"call_jaxpr": staged}),
+        "eval_jaxpr": call("eval_jaxpr", body_of_evaluation),
         "jit": (jax.jit(body), X),
         "remat2": (jax.checkpoint(body), X),
         "composite": (lax.composite(body, name="test.body"), X),
@@ -308,7 +308,7 @@ def _shape():
         "squeeze": lambda x: lax.squeeze(x[:1], (0,)),
         "rev": lambda x: lax.rev(x, (0,)),
         "tile": lambda x: lax.tile(x, (2, 3)),
-        "pad": lambda x: lax.pad(x, jnp.float32(1), [(1, 0, 0), (0, 2, 1)]),
+        "pad": lambda x: lax.pad(x, jnp.ones((), x.dtype), [(1, 0, 0), (0, 2, 1)]),
         "concatenate": lambda x: lax.concatenate([x, x], 0),
         "split": lambda x: lax.split(x, (1, 2), axis=1),
         "stack": lambda x: lax.stack_p.bind(x, x, axis=0),
@@ -410,7 +410,7 @@ def _windows():
         "select_and_scatter_add": (scatter_add, pooled, image),
         "select_and_scatter": (scatter, image, pooled, several()),
         "reduce_window": (
-            lambda x: lax.reduce_window(x, jnp.float32(1), lambda a, b: a * b, **PLAIN),
+            lambda x: lax.reduce_window(x, jnp.ones((), x.dtype), lambda a, b: a * b, **PLAIN),
             several(4, 5),
         ),
     }
