@@ -297,7 +297,10 @@ def judge(case):
     if problem.kind == "values":
         if adds_up_infinities(problem):
             raise Discarded("infinite cotangents")
-        if ill_conditioned(case, alone["f"], args, tangents, cotangents, expected, problem):
+        again = functools.partial(
+            one_by_one, case, alone["f"], tangents=tangents, cotangents=cotangents
+        )
+        if ill_conditioned(again, args, expected, problem, case.loose):
             raise Discarded("ill-conditioned")
         reasons = [undecided(run_alone, lane) for lane in lanes_of(case, problem)]
         if all(reasons):
@@ -308,24 +311,31 @@ def judge(case):
                 raise Discarded("JAX changes what an example returns by differentiating it")
     if not case.collective and difference(got, run_alone(compiled=True), case.loose) is None:
         raise Discarded("NumPy says otherwise than XLA, of the example alone")
-    if case.engine == "staged":
-        again = batched(case, args, tangents, cotangents, engine="jit")
-        if difference(again, expected, case.loose) is None:
-            raise Found("evaluator", f"evaluator: {problem.text}\n\n{case.script()}")
-    elif of_nan(problem):
-        again = batched(case, args, tangents, cotangents, engine="staged")
-        if difference(again, expected, case.loose) is None:
-            raise Discarded(COMPILED_NAN)
+    run_again = functools.partial(batched, case, args, tangents, cotangents)
+    judge_again(case, problem, expected, run_again)
     theirs = ""
     if not case.nested or "jax.vmap" in case.around:
         try:
             other = batched(case, args, tangents, cotangents, engine="jit", vmap="jax.vmap")
             also = difference(other, expected, case.loose)
-            theirs = "jax.vmap is right" if also is None else "jax.vmap: " + also.text
+            theirs = "; jax.vmap is right" if also is None else "; jax.vmap: " + also.text
         except Exception as error:
-            theirs = f"jax.vmap raises {type(error).__name__}"
+            theirs = f"; jax.vmap raises {type(error).__name__}"
+    raise a_difference(case, problem, theirs)
+
+
+def judge_again(case, problem, expected, run):
+    """Whether the other way to run the program decides about a problem: it is found, or none."""
+    if case.engine == "staged":
+        if difference(run(engine="jit"), expected, case.loose) is None:
+            raise Found("evaluator", f"evaluator: {problem.text}\n\n{case.script()}")
+    elif of_nan(problem) and difference(run(engine="staged"), expected, case.loose) is None:
+        raise Discarded(COMPILED_NAN)
+
+
+def a_difference(case, problem, more=""):
     where = f"{problem.kind} of {problem.what} {case.mode} {' '.join(case.options)}"
-    raise Found(where, f"{problem.text}; {theirs}\n\n{case.script()}")
+    return Found(where, f"{problem.text}{more}\n\n{case.script()}")
 
 
 # XLA's compiler makes a choice of the product of a number and a truth value, which is zero for NaN.
@@ -535,6 +545,21 @@ def one_by_one(case, f, args, tangents, cotangents, compiled=False, finite=None)
     return jax.tree.map(lambda *xs: _stacked(xs, 0), *rounds)
 
 
+@contextlib.contextmanager
+def discarding():
+    """For an example alone, which says nothing where it raises."""
+    try:
+        yield
+    except (Discarded, NotFinite, Tied):
+        raise
+    except NotANumber:
+        raise Discarded("NaN alone") from None
+    except Endless:
+        raise Discarded("endless") from None
+    except Exception as error:
+        raise Discarded(f"alone: {type(error).__name__}: {first_line(error)}") from error
+
+
 def _one_batch(case, f, args, tangents, cotangents, compiled, finite):
     n = case.lanes
     floats = [k for k, x in enumerate(args) if is_inexact(x)]
@@ -550,29 +575,16 @@ def _one_batch(case, f, args, tangents, cotangents, compiled, finite):
             return [x / n] * n
         return [_lane(x, i, axis) for i in range(n)]
 
-    lanes = [
-        jax.tree.leaves(example)
-        for example in zip(
-            zip(*[lanes_of(x, a) for x, a in zip(args, case.in_axes, strict=True)], strict=True),
-            zip(*[lanes_of(x, a) for x, a in zip(tangents, float_axes, strict=True)], strict=True)
-            if tangents
-            else [()] * n,
-            zip(
-                *[lanes_of(x, a) for x, a in zip(cotangents, cotangent_axes, strict=True)],
-                strict=True,
-            )
-            if cotangents
-            else [()] * n,
-            strict=True,
-        )
-    ]
+    given = (args, case.in_axes), (tangents, float_axes), (cotangents, cotangent_axes)
+    columns = [lanes_of(x, a) for xs, axes in given for x, a in zip(xs, axes, strict=bool(xs))]
+    lanes = list(zip(*columns, strict=True))
     counts = len(args), len(args) + len(tangents)
     run = derived(f, case.mode)
 
     def flat(*xs):
         return run(xs[: counts[0]], list(xs[counts[0] : counts[1]]), list(xs[counts[1] :]))
 
-    try:
+    with discarding():
         env = [("i", n)] if case.program.named else []
         staged, shapes = jax.make_jaxpr(flat, axis_env=env, return_shape=True)(*lanes[0])
         if compiled:
@@ -585,15 +597,6 @@ def _one_batch(case, f, args, tangents, cotangents, compiled, finite):
                 finally:
                     only_finite.reset(before)
             results = evaluate(staged, lanes, case.watched)
-    except (NotFinite, Tied):
-        raise
-    except NotANumber:
-        raise Discarded("NaN alone") from None
-    except Endless:
-        raise Discarded("endless") from None
-    except Exception as error:
-        text = str(error).splitlines()[:1]
-        raise Discarded(f"alone: {type(error).__name__}: {text}") from error
     structure = jax.tree.structure(shapes)
     columns = jax.tree.unflatten(structure, [list(c) for c in zip(*results, strict=True)])
     ys, others, dots, pulled = columns
@@ -605,20 +608,13 @@ def _one_batch(case, f, args, tangents, cotangents, compiled, finite):
             return np.asarray(REDUCTIONS[axis](np.stack(column), 0))
         return _stacked(column, axis)
 
-    def dot(column, axis):
-        return (
-            np.asarray(REDUCTIONS[axis](np.stack(column), 0))
-            if axis in REDUCTIONS
-            else (_stacked(column, axis))
-        )
-
     def back(column, axis):
         return np.asarray(sum(column)) if axis is None else _stacked(column, axis)
 
     return [
         [place(c, a) for c, a in zip(ys, cotangent_axes, strict=True)],
         [place(c, a) for c, a in zip(others, other_axes, strict=True)],
-        [dot(c, a) for c, a in zip(dots, cotangent_axes, strict=True)] if dots else [],
+        [place(c, a) for c, a in zip(dots, cotangent_axes, strict=True)] if dots else [],
         [back(c, a) for c, a in zip(pulled, float_axes, strict=True)] if pulled else [],
     ]
 
@@ -645,14 +641,7 @@ def batched(case, args, tangents, cotangents, engine=None, vmap="bx.vmap", told=
             strict()
             fun = eval(case.batched(vmap), names)
             run = derived(fun, case.mode)
-            if engine == "staged":
-                operands, structure = jax.tree.flatten((args, tangents, cotangents))
-                flat = lambda *xs: run(*jax.tree.unflatten(structure, xs))
-                staged, shapes = jax.make_jaxpr(flat, return_shape=True)(*operands)
-                outs = evaluate_one(staged, operands, case.watched)
-                outs = jax.tree.unflatten(jax.tree.structure(shapes), outs)
-            else:
-                outs = (jax.jit(run) if engine == "jit" else run)(args, tangents, cotangents)
+            outs = run_by(engine, run, (args, tangents, cotangents), case.watched)
             jax.block_until_ready(outs)
             if case.program.effects and told is not None:
                 jax.effects_barrier()
@@ -670,6 +659,17 @@ def batched(case, args, tangents, cotangents, engine=None, vmap="bx.vmap", told=
             if not case.options or str(theirs)[:60] == str(error)[:60]:
                 raise Discarded(f"JAX too: {type(error).__name__}: {str(error)[:60]}") from error
         raise a_find(error, case) from error
+
+
+def run_by(engine, fun, args, watch):
+    """What `fun` returns of `args` by one of the engines of a `Case`."""
+    if engine != "staged":
+        return (jax.jit(fun) if engine == "jit" else fun)(*args)
+    operands, structure = jax.tree.flatten(args)
+    flat = lambda *xs: fun(*jax.tree.unflatten(structure, xs))
+    staged, shapes = jax.make_jaxpr(flat, return_shape=True)(*operands)
+    outs = evaluate_one(staged, operands, watch)
+    return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
 
 def discard_refused(error):
@@ -768,20 +768,20 @@ def digits_lost(loose):
     return 1e8 if loose > 0.1 else 1e7 if loose == 0.1 else 1e5 if loose else 1
 
 
-def ill_conditioned(case, f, args, tangents, cotangents, expected, problem):
-    """Whether rounding may have done it: a slight change of the arguments does as much."""
+def ill_conditioned(run, args, expected, problem, loose):
+    """Whether rounding may have done it: a slight change of what `run` is given does as much."""
     rng = np.random.default_rng(0)
     g, k = problem.place
+
+    def moved(x):
+        if not is_inexact(x):
+            return x
+        return jnp.asarray(np.asarray(x) + size * direction(x.shape, x.dtype, rng), x.dtype)
+
     for size in (1e-14, 1e-13, 1e-12, 1e-11, 1e-10, 1e-9):
-        size = size * digits_lost(case.loose)
-        moved = [
-            jnp.asarray(np.asarray(x) + size * direction(x.shape, x.dtype, rng), x.dtype)
-            if is_inexact(x)
-            else x
-            for x in args
-        ]
+        size = size * digits_lost(loose)
         try:
-            other = one_by_one(case, f, moved, tangents, cotangents)
+            other = run(args=jax.tree.map(moved, args))
         except Discarded:
             return True
         a, b = np.asarray(other[g][k]), np.asarray(expected[g][k])

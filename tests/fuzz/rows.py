@@ -11,23 +11,23 @@ import numpy as np
 import batchax as bx
 from batchax.jaxprs.bodies import with_inside
 
-from fuzz.evaluate import Endless, NotANumber, NotFinite, Tied, evaluate, evaluate_one, only_finite
+from fuzz.evaluate import NotFinite, Tied, evaluate, only_finite
 from fuzz.judge import (
-    COMPILED_NAN,
     Discarded,
-    Found,
+    a_difference,
     adds_up_infinities,
     array_text,
     derived,
     difference,
-    digits_lost,
     direction,
-    first_line,
+    discarding,
     helpers_of,
+    ill_conditioned,
     is_inexact,
+    judge_again,
     namespace,
-    of_nan,
     quietly,
+    run_by,
     strictly,
     watched,
 )
@@ -191,7 +191,8 @@ def judge_rows(case):
         return
     if problem.kind == "values" and adds_up_infinities(problem):
         raise Discarded("infinite cotangents")
-    if problem.kind == "values" and _rounding(case, names["f"], args, tangents, expected, problem):
+    again = lambda args: alone(case, names["f"], args, tangents)[0]
+    if problem.kind == "values" and ill_conditioned(again, args, expected, problem, case.loose):
         raise Discarded("ill-conditioned")
     compiled, _ = alone(case, names["f"], args, tangents, compiled=True)
     if difference(got, compiled, case.loose) is None:
@@ -199,16 +200,9 @@ def judge_rows(case):
     if problem.kind == "values":
         g, k = problem.place
         alone(case, names["f"], args, tangents, finite="any" if g == 3 else k % case.rows)
-    if case.engine == "staged":
-        again = batched(case, args, tangents, cotangents, engine="jit")
-        if difference(again, expected, case.loose) is None:
-            raise Found("evaluator", f"evaluator: {problem.text}\n\n{case.script()}")
-    elif of_nan(problem):
-        again = batched(case, args, tangents, cotangents, engine="staged")
-        if difference(again, expected, case.loose) is None:
-            raise Discarded(COMPILED_NAN)
-    where = f"{problem.kind} of {problem.what} {case.mode} {' '.join(case.options)}"
-    raise Found(where, f"{problem.text}\n\n{case.script()}")
+    run_again = functools.partial(batched, case, args, tangents, cotangents)
+    judge_again(case, problem, expected, run_again)
+    raise a_difference(case, problem)
 
 
 def alone(case, f, args, tangents, compiled=False, finite=None):
@@ -231,43 +225,36 @@ def alone(case, f, args, tangents, compiled=False, finite=None):
             for k, t in zip(inexact, tangents, strict=False)
         ]
         try:
-            shapes = [jax.typeof(x) for x in one]
-            if str(shapes) not in staged:
-                outs = jax.eval_shape(f, *one) if case.mode == "vjp" else []
-                wanted = [y for y in outs if is_inexact(y)]
-                operands = one, dots, wanted
-                flat, structure = jax.tree.flatten(operands)
-                fun = lambda *xs, s=structure: run(*jax.tree.unflatten(s, xs))
-                staged[str(shapes)] = (
-                    *jax.make_jaxpr(fun, return_shape=True)(*flat),
-                    wanted,
-                    jax.jit(fun),
-                )
-            program, out_shapes, wanted, run_compiled = staged[str(shapes)]
-            for eqn in with_inside(program.eqns):
-                if reason := _of_no_elements(eqn, case.mode):
-                    raise Discarded(reason)
-            pulled_from = [direction(y.shape, y.dtype, rng) for y in wanted]
-            flat = jax.tree.leaves((one, dots, pulled_from))
-            only_finite.set(finite in (i, "any"))
-            if compiled:
-                result = jax.tree.leaves(run_compiled(*flat))
-            else:
-                (result,) = evaluate(program, [flat], case.watched)
-        except Discarded:
-            raise
+            with discarding():
+                shapes = [jax.typeof(x) for x in one]
+                if str(shapes) not in staged:
+                    outs = jax.eval_shape(f, *one) if case.mode == "vjp" else []
+                    wanted = [y for y in outs if is_inexact(y)]
+                    operands = one, dots, wanted
+                    flat, structure = jax.tree.flatten(operands)
+                    fun = lambda *xs, s=structure: run(*jax.tree.unflatten(s, xs))
+                    staged[str(shapes)] = (
+                        *jax.make_jaxpr(fun, return_shape=True)(*flat),
+                        wanted,
+                        jax.jit(fun),
+                    )
+                program, out_shapes, wanted, run_compiled = staged[str(shapes)]
+                for eqn in with_inside(program.eqns):
+                    if reason := _of_no_elements(eqn, case.mode):
+                        raise Discarded(reason)
+                pulled_from = [direction(y.shape, y.dtype, rng) for y in wanted]
+                flat = jax.tree.leaves((one, dots, pulled_from))
+                only_finite.set(finite in (i, "any"))
+                if compiled:
+                    result = jax.tree.leaves(run_compiled(*flat))
+                else:
+                    (result,) = evaluate(program, [flat], case.watched)
         except NotFinite:
             # XLA's transforms leave out products with 0 and 1; of a row in a padded array it is
             # Bluestein's, in which each element reaches each frequency. XLA's own differ, too.
             raise Discarded("a transform or convolution of NaN or infinities") from None
         except Tied:
             raise Discarded("a tie that rounding decides") from None
-        except NotANumber:
-            raise Discarded("NaN alone") from None
-        except Endless:
-            raise Discarded("endless") from None
-        except Exception as error:
-            raise Discarded(f"alone: {type(error).__name__}: {first_line(error)}") from error
         finally:
             only_finite.set(False)
         row = jax.tree.unflatten(jax.tree.structure(out_shapes), result)
@@ -385,19 +372,7 @@ def batched(case, args, tangents, cotangents, engine=None):
         operands = (data, tangents, cotangents)
         body = lambda data, *others: run(fun, data, lengths, *others)
 
-    def call():
-        if engine == "eager":
-            return body(*operands)
-        if engine == "jit":
-            return jax.jit(body)(*operands)
-        flat, structure = jax.tree.flatten(operands)
-        staged, shapes = jax.make_jaxpr(
-            lambda *xs: body(*jax.tree.unflatten(structure, xs)), return_shape=True
-        )(*flat)
-        return jax.tree.unflatten(
-            jax.tree.structure(shapes), evaluate_one(staged, flat, case.watched)
-        )
-
+    call = functools.partial(run_by, engine, body, operands, case.watched)
     ys, others, dots, pulled, ends = strictly(call, case, refused)
     ends = iter(ends)
     marked = [
@@ -435,29 +410,3 @@ def _arranged(y, mark, parts):
     room = [(0, 0)] * packed.ndim
     room[mark[0]] = (0, y.shape[mark[0]] - packed.shape[mark[0]])
     return jnp.pad(packed, room, constant_values=np.nan)
-
-
-def _rounding(case, f, args, tangents, expected, problem):
-    rng = np.random.default_rng(0)
-    g, k = problem.place
-    for size in (1e-14, 1e-12, 1e-10, 1e-9):
-        size = size * digits_lost(case.loose)
-        moved = []
-        for x in args:
-            data = data_of(x)
-            if is_inexact(data):
-                data = jnp.asarray(
-                    np.asarray(data) + size * direction(data.shape, data.dtype, rng), data.dtype
-                )
-            moved.append(x.with_data(data) if is_rows(x) else data)
-        try:
-            other, _ = alone(case, f, moved, tangents)
-        except Discarded:
-            return True
-        a, b = np.asarray(other[g][k]), np.asarray(expected[g][k])
-        with np.errstate(all="ignore"):
-            if (np.isfinite(a) != np.isfinite(b)).any():
-                return True
-            if np.nanmax(np.abs(a.astype(complex) - b), initial=0.0) * 3 >= problem.worst:
-                return True
-    return False

@@ -7,29 +7,27 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching
 
 import batchax as bx
+
+from support.new_primitive import new_primitive
 
 X = jnp.arange(6.0).reshape(3, 2)
 
 
-def primitive(name):
-    p = Primitive(name)
-    p.def_impl(lambda x: 2 * x)
-    p.def_abstract_eval(lambda x: x)
-    return p
+def doubling(name):
+    return new_primitive(name, lambda x: 2 * x)
 
 
 def test_jax_rule_decides_what_is_batched_and_where():
     """A rule of a third party may put the axis anywhere, or take it away."""
-    last_p = primitive("last")
+    last_p = doubling("last")
     batching.primitive_batchers[last_p] = lambda args, dims: (jnp.moveaxis(args[0], dims[0], -1), 1)
     got = bx.vmap(lambda x: last_p.bind(x) + x)(X)
     assert jnp.array_equal(got, 2 * X)
 
-    whole_p = primitive("whole")
+    whole_p = doubling("whole")
     batching.primitive_batchers[whole_p] = lambda args, dims: (args[0].sum(dims[0]), None)
     got = bx.vmap(lambda x: whole_p.bind(x), out_axes=None)(X)  # not batched
     assert jnp.array_equal(got, X.sum(0))
@@ -53,15 +51,7 @@ def test_equinox_unvmapped_predicate_stays_unbatched():
     assert jnp.array_equal(x, jnp.full(3, 5.0))
 
 
-def without_rule(name):
-    """A primitive that doubles, of which neither batchax nor JAX knows how to batch it."""
-    p = primitive(name)
-    mlir.register_lowering(p, mlir.lower_fun(lambda x: 2 * x, multiple_results=False))
-    ad.deflinear(p, lambda ct: [p.bind(ct)])
-    return p
-
-
-plain_p = without_rule("plain")
+plain_p = doubling("plain")
 
 
 def doubled(x):
@@ -82,7 +72,7 @@ def test_no_rule_anywhere_runs_lane_after_lane_and_warns_with_the_users_line():
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_the_warning_has_a_place_where_the_function_is_none_of_the_users(around):
-    p = without_rule("nameless")
+    p = doubling("nameless")
     with pytest.warns(bx.SequentialFallbackWarning, match=r"at .*test_fallback.py:\d+ ") as seen:
         around(bx.vmap(p.bind))(X)
     assert seen[0].filename == __file__
@@ -114,15 +104,6 @@ def test_no_rule_anywhere_composes():
     assert jnp.array_equal(inside, jnp.full_like(X, 2))
 
 
-def lanes_p():
-    """A collective of a third party's, without an effect that says so: the number of lanes."""
-    p = Primitive("lanes")
-    p.def_impl(lambda x, **params: x)
-    p.def_abstract_eval(lambda x, **params: x)
-    mlir.register_lowering(p, mlir.lower_fun(lambda x, **params: x, multiple_results=False))
-    return p
-
-
 def rule_of_jax(p):
     def rule(size, name, main_type, args, dims, *, names):
         assert name in names
@@ -151,7 +132,8 @@ AROUND = {
 @pytest.mark.parametrize("register", [rule_of_jax, rule_of_batchax])
 @pytest.mark.parametrize("around", AROUND)
 def test_a_collective_of_constants_of_a_third_partys(register, around):
-    p = lanes_p()
+    # Without an effect that says that it is one: the number of lanes.
+    p = new_primitive("lanes", lambda x, **params: x)
     register(p)
     f = AROUND[around](lambda x: x + p.bind(jnp.float32(5), names=("i", "j")))
     for vmap in (bx.vmap, jax.vmap):

@@ -98,11 +98,6 @@ def test_reuse_is_seen(way):
         assert reuses(WAYS[way](fun), KEYS), name
 
 
-def step(key, x):
-    key, other = random.split(key)
-    return key, random.normal(other) + x
-
-
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
 def test_keys_of_the_caller(options):
     batched = bx.vmap(split_twice, **options)

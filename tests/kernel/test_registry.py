@@ -1,7 +1,6 @@
 """Rules of the user for new primitives, what they return, and primitives of batchax."""
 
 import ast
-import contextlib
 import functools
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
 
 import batchax as bx
 from batchax.errors import UnsupportedError
@@ -23,41 +21,12 @@ from batchax.kernel.own_primitive import OF_OPERATIONS, NoDerivative, own_primit
 from batchax.kernel.registry import find_rule, rule_origin
 
 from support.mistakes import cases
+from support.new_primitive import new_primitive
 from support.oracle import check, example, same
 
 
-def new_primitive(name, fun, abstract, multiple_results=False):
-    """A primitive that computes `fun`, with a derivative, and without any batching rule."""
-    p = Primitive(name)
-    p.multiple_results = multiple_results
-    p.def_impl(fun)
-    p.def_abstract_eval(abstract)
-    mlir.register_lowering(p, mlir.lower_fun(fun, multiple_results=multiple_results))
-    ad.primitive_jvps[p] = lambda xs, ts, **params: jax.jvp(
-        lambda *xs: fun(*xs, **params), tuple(xs), tuple(map(ad.instantiate_zeros, ts))
-    )
-    return p
-
-
-like = jax.core.ShapedArray
-
-
-def test_rule_receives_the_axis_and_what_is_batched():
-    p = new_primitive("first", lambda x, y: x, lambda x, y: like(x.shape, x.dtype))
-    calls = []
-
-    @bx.register_rule(p)
-    def rule(axis, args, axes):
-        calls.append((axis.size, axis.name, [jnp.shape(x) for x in args], list(axes)))
-        return args[0], axes[0]
-
-    x, y = example((3, 4)), example((5,))
-    same(bx.vmap(lambda x, y: p.bind(x, y), (1, None), axis_name="i")(x, y), x.T)
-    assert calls == [(4, "i", [(3, 4), (5,)], [1, None])]
-
-
 def test_rule_by_name():
-    p = new_primitive("called_this", lambda x: x, lambda x: like(x.shape, x.dtype))
+    p = new_primitive("called_this", lambda x: x)
 
     def rule(axis, args, axes):
         return args[0] + 1, axes[0]
@@ -72,10 +41,10 @@ def test_rule_by_name():
     assert rule_origin(lax.axis_index_p) == "batchax.rules.collectives"
 
 
-def test_a_rule_of_batchaxs_that_is_replaced(monkeypatch):
-    """Said at the line that does it, and by name as by the primitive itself."""
-    monkeypatch.setattr(registry, "_rules", registry._rules.copy())
-    rule = lambda axis, args, axes, **params: (args[0] * 0 + 7, axes[0])
+def test_a_rule_of_batchaxs_that_is_replaced_and_serves_again():
+    """Said at the line that does it, by name as by the primitive; one call takes both back."""
+    x, rule = jnp.ones(2), lambda axis, args, axes, **params: (args[0] * 0 + 7, axes[0])
+    compiled = jax.jit(bx.vmap(jnp.sin))
     for which in (lax.sin_p, "cos", "remat2"):
         with pytest.warns(
             bx.RuleReplacedWarning, match=r"primitive `\w+` \(batchax.rules."
@@ -83,13 +52,22 @@ def test_a_rule_of_batchaxs_that_is_replaced(monkeypatch):
             bx.register_rule(which)(rule)
         assert seen[0].filename == __file__
         bx.register_rule(which)(rule)  # one's own may be replaced in silence
-    same(bx.vmap(lambda x: jnp.sin(x) + jnp.cos(x))(jnp.ones(2)), jnp.full(2, 14.0))
-    same(jax.vmap(jnp.sin)(jnp.ones(2)), jnp.sin(jnp.ones(2)))  # JAX keeps its own
+    bx.register_rule("sin", rule)
+    same(bx.vmap(lambda x: jnp.sin(x) + jnp.cos(x))(x), jnp.full(2, 14.0))
+    same(compiled(x), jnp.full(2, 7.0))
+    same(jax.vmap(jnp.sin)(x), jnp.sin(x))  # JAX keeps its own
+    for which in ("sin", "cos", "remat2"):
+        bx.unregister_rule(which)
+    same(compiled(x), jnp.sin(x))
+    assert rule_origin(lax.sin_p) == "batchax.rules.elementwise"
+    for wrong in ("sin", lax.cos_p, 3):
+        with pytest.raises(bx.ArgumentTypeError, match="unregister_rule: no rule"):
+            bx.unregister_rule(wrong)
 
 
 def test_a_rule_is_taken_back():
     """Programs that were batched by it are batched again, here and by `jax.vmap`."""
-    p = new_primitive("taken_back", lambda x: x, lambda x: like(x.shape, x.dtype))
+    p = new_primitive("taken_back", lambda x: x)
     f = lambda x: p.bind(x)
     calls = {
         "here": bx.vmap(f),
@@ -113,26 +91,8 @@ def test_a_rule_is_taken_back():
         bx.unregister_rule(p)
 
 
-def test_a_rule_of_batchaxs_serves_again():
-    """By name and by itself: one call takes both back."""
-    x = jnp.ones(2)
-    rule = lambda axis, args, axes, **params: (args[0] * 0 + 7, axes[0])
-    compiled = jax.jit(bx.vmap(jnp.sin))
-    for which in (lax.sin_p, "sin"):
-        with pytest.warns(bx.RuleReplacedWarning) if which != "sin" else contextlib.nullcontext():
-            bx.register_rule(which, rule)
-        bx.register_rule(which, rule)
-    same(compiled(x), jnp.full(2, 7.0))
-    bx.unregister_rule("sin")
-    same(compiled(x), jnp.sin(x))
-    assert rule_origin(lax.sin_p) == "batchax.rules.elementwise"
-    for wrong in ("sin", lax.cos_p, 3):
-        with pytest.raises(bx.ArgumentTypeError, match="unregister_rule: no rule"):
-            bx.unregister_rule(wrong)
-
-
 def test_what_a_maker_said_is_taken_back():
-    p = new_primitive("cubed_back", lambda x: x**3, lambda x: like(x.shape, x.dtype))
+    p = new_primitive("cubed_back", lambda x: x**3)
     bx.vectorized(p)
     rows = bx.Ragged.from_rows([jnp.ones(2), jnp.ones(3)])
     assert jax.jit(bx.vmap(lambda x: p.bind(x)))(rows).data.shape == (5,)
@@ -144,11 +104,7 @@ def test_what_a_maker_said_is_taken_back():
 def test_vectorized_with_several_operands():
     """Wherever their batch axes are; one without an axis is repeated, as the shapes must agree."""
 
-    def impl(x, y):
-        assert x.shape == y.shape
-        return x * y + x
-
-    p = new_primitive("of_two", impl, lambda x, y: like(x.shape, x.dtype))
+    p = new_primitive("of_two", lambda x, y: x * y + x)
     bx.vectorized(p)
     x, one = example((4, 3)), example((3,), seed=1)
     cases = [((0, 1), 1, x, 2 * x.T), ((0, None), 0, x, one), ((None, 0), 0, one, x)]
@@ -160,12 +116,7 @@ def test_vectorized_with_several_operands():
 
 @pytest.mark.compiles(60)
 def test_reducing_dimensions_counted_from_the_end():
-    p = new_primitive(
-        "last_sum",
-        lambda x, *, axes: x.sum(axes),
-        lambda x, axes: like(left(x.shape, axes), x.dtype),
-    )
-    left = lambda shape, axes: [n for d, n in enumerate(shape) if not {d, d - len(shape)} & {*axes}]
+    p = new_primitive("last_sum", lambda x, *, axes: x.sum(axes))
     bx.reducing(p, neutral=0)
     x = example((2, 3, 4))
     for axes in ((-1,), (-2,), (0, -1)):
@@ -228,7 +179,7 @@ def test_reducing_tells_of_the_shape_of_the_batch():
         shapes.append(input_shape)
         return x.sum(axes)
 
-    p = new_primitive("sum_of_shape", run, lambda x, axes, input_shape: like(x.shape[1:], x.dtype))
+    p = new_primitive("sum_of_shape", run)
     bx.reducing(p)
     x = example((3, 4, 2))
     got = bx.vmap(lambda x: p.bind(x, axes=(0,), input_shape=(4, 2)))(x)
@@ -303,14 +254,7 @@ X_RULE_RESULTS = jnp.arange(6, dtype=jnp.float32).reshape(3, 2)
 
 def with_rule(rule, several=False):
     """A function that binds a primitive with that rule: the same, or that and the sum."""
-    p = Primitive("mine")
-    p.multiple_results = several
-    fun = (lambda x: [x, x.sum()]) if several else (lambda x: x)
-    p.def_impl(fun)
-    p.def_abstract_eval(
-        lambda x: [like(x.shape, x.dtype), like((), x.dtype)] if several else like(x.shape, x.dtype)
-    )
-    mlir.register_lowering(p, mlir.lower_fun(fun, multiple_results=several))
+    p = new_primitive("mine", (lambda x: [x, x.sum()]) if several else (lambda x: x), several)
     bx.register_rule(p)(rule)
 
     def bound(x):
@@ -409,25 +353,18 @@ def test_an_exception_in_a_rule_names_the_rule_and_the_line(vmap):
 @pytest.mark.parametrize(
     ("make", "bind", "message"),
     [
-        (bx.vectorized, lambda p, x: p.bind(x, x[:1]), "`odd` have .* Use batchax.broadcasting"),
-        (bx.reducing, lambda p, x: p.bind(x), r"parameter `axes`; `odd` has 'size'"),
-        (bx.vectorized, lambda p, x: p.bind(x), r"expected shape \(3, 1\), got \(1, 2\)"),
+        (
+            bx.vectorized,
+            lambda p, x: p.bind(x, x[:1], size=1),
+            "`odd` have .* Use batchax.broadcasting",
+        ),
+        (bx.reducing, lambda p, x: p.bind(x, size=1), r"parameter `axes`; `odd` has 'size'"),
+        (bx.vectorized, lambda p, x: p.bind(x, size=1), r"expected shape \(3, 1\), got \(1, 2\)"),
     ],
     ids=["operands", "parameter", "not elementwise"],
 )
 def test_a_word_for_a_family_that_does_not_fit(vmap, make, bind, message):
-    p = Primitive("odd")
-    first = lambda x, *_, size: x[:size]
-    p.def_impl(first)
-    p.def_abstract_eval(lambda x, *_, size: like((size, *x.shape[1:]), x.dtype))
-    p.multiple_results = False
+    p = new_primitive("odd", lambda x, *_, size: x[:size])
     make(p)
     with pytest.raises(bx.BatchaxError, match=message):
-        vmap(lambda x: bind(_Sized(p), x))(X_RULE_RESULTS)
-
-
-class _Sized:
-    """Binds with a parameter."""
-
-    def __init__(self, p):
-        self.bind = lambda *xs: p.bind(*xs, size=1)
+        vmap(lambda x: bind(p, x))(X_RULE_RESULTS)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,23 +16,8 @@ import batchax as bx
 from batchax import _compat
 from batchax.kernel import registry
 
+from support.new_primitive import new_primitive
 from support.oracle import example, same
-
-like = jax.core.ShapedArray
-
-
-def new_primitive(name, fun, shape, results=1):
-    """A primitive that computes `fun`, with derivatives, and without any batching rule."""
-    p = Primitive(name)
-    p.multiple_results = results > 1
-    types = lambda *xs, **params: [like(shape(*xs, **params), xs[0].dtype)] * results
-    p.def_impl(fun)
-    p.def_abstract_eval(types if results > 1 else lambda *xs, **ps: types(*xs, **ps)[0])
-    mlir.register_lowering(p, mlir.lower_fun(fun, multiple_results=results > 1))
-    ad.primitive_jvps[p] = lambda xs, ts, **params: jax.jvp(
-        lambda *xs: fun(*xs, **params), tuple(xs), tuple(map(ad.instantiate_zeros, ts))
-    )
-    return p
 
 
 def twisted(x):
@@ -41,18 +25,11 @@ def twisted(x):
     return x * jnp.flip(x, -1) + jnp.sin(x)
 
 
-twisted_p = new_primitive("twisted", twisted, lambda x: x.shape)
-cubed_p = new_primitive("cubed", lambda x: x**3, lambda x: x.shape)
-hypot_p = new_primitive(
-    "hypot",
-    lambda x, y: jnp.sqrt(x * x + y * y + 1),
-    lambda x, y: jnp.broadcast_shapes(x.shape, y.shape),
-)
-left = lambda x, axes: [n for d, n in enumerate(x.shape) if d not in axes]
-norm_p = new_primitive("norm", lambda x, *, axes: jnp.sqrt(1 + (x * x).sum(axes)), left)
-both_p = new_primitive(
-    "sum_and_max", lambda x, *, axes: [x.sum(axes), x.max(axes)], left, results=2
-)
+twisted_p = new_primitive("twisted", twisted)
+cubed_p = new_primitive("cubed", lambda x: x**3)
+hypot_p = new_primitive("hypot", lambda x, y: jnp.sqrt(x * x + y * y + 1))
+norm_p = new_primitive("norm", lambda x, *, axes: jnp.sqrt(1 + (x * x).sum(axes)))
+both_p = new_primitive("sum_and_max", lambda x, *, axes: [x.sum(axes), x.max(axes)], True)
 
 CALLS = []
 
@@ -117,7 +94,7 @@ def test_what_a_rule_is_told_by_jax():
 
 def test_a_rule_that_jax_has_stays():
     """Whether it was there before, or came later."""
-    before, later = (new_primitive(n, jnp.sin, lambda x: x.shape) for n in ("before", "later"))
+    before, later = (new_primitive(n, jnp.sin) for n in ("before", "later"))
     marked = lambda mark: lambda args, dims: (args[0] * 0 + mark, dims[0])
     batching.primitive_batchers[before] = marked(1)
     for p in (before, later):
@@ -158,7 +135,7 @@ def test_rules_of_jax_are_known_as_such():
 
 @pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
 def test_a_rule_that_is_replaced_leaves_nothing_behind(vmap):
-    p = new_primitive("changing", lambda x: x, lambda x: x.shape)
+    p = new_primitive("changing", lambda x: x)
     batched = jax.jit(vmap(jax.jit(p.bind)))
     bx.vectorized(p)
     same(batched(X), X)
@@ -169,7 +146,7 @@ def test_a_rule_that_is_replaced_leaves_nothing_behind(vmap):
 
 
 def test_a_primitive_may_be_called_as_one_of_jaxs():
-    p = new_primitive("neg", jnp.exp, lambda x: x.shape)
+    p = new_primitive("neg", jnp.exp)
     bx.vectorized(p)
     for vmap in (bx.vmap, jax.vmap):
         same(vmap(lambda x: p.bind(-x))(X), jnp.exp(-X))

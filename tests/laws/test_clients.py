@@ -219,16 +219,6 @@ def test_program_in_every_way(name):
     run_in(WAYS, name)
 
 
-def gradient(batched):
-    """The gradient of the sum of what a batched function returns."""
-
-    def loss(args):
-        outs = jax.tree.leaves(batched(*args))
-        return sum(jnp.sum(x) for x in outs if jnp.issubdtype(x.dtype, jnp.inexact))
-
-    return lambda *args: jax.grad(loss)(args)
-
-
 # The libraries' own calls of `jax.vmap`.
 
 

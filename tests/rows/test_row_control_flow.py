@@ -48,14 +48,6 @@ def keys_and_counts(x):
     return count, total, counts, jax.random.key_data(key)
 
 
-def pairs(x):
-    def outer(carry, row):
-        inner, parts = lax.scan(lambda c, r: (jnp.sin(c + r * row), c * r), carry, x)
-        return inner, parts.sum(0)
-
-    return lax.scan(outer, jnp.zeros(3), x)
-
-
 SCANS = {
     "a recurrence": recurrent,
     "in reverse": lambda x: lax.scan(lambda c, r: (c + r, c * r), jnp.zeros(3), x, reverse=True),

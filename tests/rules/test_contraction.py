@@ -84,14 +84,6 @@ def test_a_matrix_times_a_batch_of_vectors_is_one_product_of_matrices():
     assert counts == {"dot_general": 1, "transpose": 1}
 
 
-def layers(sizes):
-    """A network of one layer inside, and an example for each lane."""
-    first, inside, last = sizes
-    w1, w2 = batch((inside, first), None), batch((last, inside), None)
-    b = batch((inside,), None)
-    return lambda x: w2 @ jnp.tanh(w1 @ x + b), batch((first,), 0)
-
-
 def layers_of_scans(layers, width, lanes):
     """The gradients of each lane by weights, of a scan with so many layers in a step."""
 

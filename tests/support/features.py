@@ -8,6 +8,8 @@ from jax.experimental import sparse
 
 import batchax as bx
 
+from support.new_primitive import new_primitive
+
 X = jnp.linspace(0.1, 2.0, 7)
 V = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 W = jnp.linspace(0.5, 1.5, 3)
@@ -85,13 +87,7 @@ def doubled_by_rule():
 
 def of_new_primitive():
     """A function of a primitive with a rule registered for it."""
-    from jax.extend.core import Primitive
-    from jax.interpreters import mlir
-
-    p = Primitive("doubled")
-    p.def_impl(lambda x: x * 2)
-    p.def_abstract_eval(lambda x: x)
-    mlir.register_lowering(p, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
+    p = new_primitive("doubled", lambda x: x * 2)
     bx.register_rule(p)(lambda axis, args, axes: (p.bind(args[0]), axes[0]))
     return p.bind
 
