@@ -105,7 +105,9 @@ def test_every_way_is_what_jax_computes(name, part):
     chunks = lambda xs: OURS["in chunks"](loss(f))(xs).sum()
     pairs["in chunks, gradient"] = jax.grad(chunks), WAYS["gradient of all"](jax.vmap, f)
     pairs = {way: pairs[way] for way in [*pairs][part::4]}
-    for way in WAYS.keys() & pairs.keys():
+    # The products that `jax.vmap` batches are one product of many matrices, which is XLA's.
+    of_library = {"jax.vmap inside"} if name == "dot_general" else set()
+    for way in (WAYS.keys() - of_library) & pairs.keys():
         assert "small_matrices" in primitives(pairs[way][0], xs), way
     shapes = [jax.eval_shape(theirs, xs).shape for _, theirs in pairs.values()]
     most = max(map(math.prod, shapes))

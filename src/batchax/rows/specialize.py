@@ -109,8 +109,6 @@ def run_specialized(call: RowCall, chunking: Chunking | None, error: Exception) 
       with the length; or ``out_axes=None`` requires an output that all lengths share.
     """
     sizes = call.sizes
-    if not all(size.bound for size in sizes):
-        return None
     lengths, why = AllLengths(sizes), why_grouped(error)
     by_answer = len(sizes) == 1 and not sizes[0].of_lanes
     if call.lengths_known:
@@ -242,7 +240,8 @@ class _Result:
 
     def _dim(self, axis: int, own: Sequence[int], taken: list[int]) -> Any:
         """The size of a result along an axis: a number, a size of the rows, or another size."""
-        if len(set(own)) == 1:
+        # A size that is 0 in all rows stays a size of rows.
+        if len(set(own)) == 1 and (own[0] or all(size.bound for size in self._lengths.sizes)):
             return own[0]
         for size, along in zip(self._lengths.sizes, self._lengths.along, strict=True):
             if np.array_equal(along[taken], own):
