@@ -300,7 +300,6 @@ class _Call:
         return lambda it: rebuild(iter([part(it) for part in parts]))
 
     def rebuild(self, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with these arrays."""
         it = iter(values)
         full = {name: rebuild(it) for name, rebuild in self._rebuilds.items()}
         bound = inspect.BoundArguments(self.bound.signature, cast(Any, full))

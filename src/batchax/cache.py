@@ -98,7 +98,6 @@ class Cache:
         return self._count
 
     def _of(self, owner: object) -> dict[Hashable, _Kept]:
-        """What is remembered for an owner."""
         number = id(owner)
         if owner is not None and number not in self._owners:
             gone = functools.partial(self._owner_is_gone, number)
@@ -179,6 +178,5 @@ def cached_on(of: str) -> Callable[[F], F]:
 
 
 def caches() -> list[Cache]:
-    """All that there are."""
     with _lock:
         return sorted(_all, key=lambda cache: cache.of)

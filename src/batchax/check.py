@@ -210,7 +210,6 @@ class _Comparison:
         return [self._parts[i](lane) if i in self._parts else self._whole[i] for i in self._traced]
 
     def _leaves(self, traced: Sequence[Any]) -> list[Value]:
-        """Returns all leaves of the arguments of a lane."""
         return with_values(self._whole, self._traced, traced)
 
     def values(self) -> None:

@@ -299,7 +299,6 @@ def _varied(x: Value, lane: int) -> Value:
 
 
 def _is_plain(x: Value) -> bool:
-    """Whether `x` is of numbers, not of keys."""
     return not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

@@ -57,7 +57,6 @@ def primitives_by_name() -> dict[str, Primitive]:
 
 
 def platform_index(platforms: object) -> Value:
-    """Returns the index of the platform that a program is compiled for."""
     # ``jax.lax.platform_dependent`` only offers it together with branches.
     return platform_index_p.bind(platforms=platforms)
 

@@ -285,7 +285,6 @@ def compiled_later() -> bool:
 
 
 def _traces_around() -> Iterator[Any]:
-    """Yields the active traces, from the innermost."""
     with jex_core.take_current_trace() as trace:
         around: Any = trace
     return _with_outer(around)
@@ -354,8 +353,6 @@ def _is_derived(tracer: jax.core.Tracer) -> bool:
 
 
 def noting_trace(fun: Callable[..., T], traces: list[Any]) -> Callable[..., T]:
-    """Appends the trace that `fun` is traced in to `traces`."""
-
     def run(*args: Value) -> T:
         with jex_core.take_current_trace() as trace:
             traces.append(trace)
@@ -377,7 +374,6 @@ def reject_escaped(tracer: jax.core.Tracer) -> None:
 
 
 def staged_variable(x: object) -> Var | None:
-    """Returns the variable that `x` stands for in its program, or None."""
     # Tracers only have it as a private attribute.
     return getattr(x, "val", None) if type(x).__name__ == "DynamicJaxprTracer" else None
 

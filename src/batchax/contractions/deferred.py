@@ -104,7 +104,6 @@ class DeferredContraction(NamedTuple):
         return _assembled(pieces, self.like.shape)
 
     def as_output(self, x: Value) -> jax.Array:
-        """Converts an array to the dtype of the output."""
         return lax.convert_element_type(x, self.like.dtype)
 
     def of_all(self, reduction: Reduction) -> jax.Array:
@@ -174,14 +173,12 @@ class _Labelled(NamedTuple):
         return _Labelled(jnp.multiply(x, y), labels)
 
     def masked(self, real: Value | None) -> _Labelled:
-        """Zeroes lanes that do not count."""
         if real is None or not self.has_lanes:
             return self
         mask = lax.broadcast_in_dim(real, self.value.shape, (self.labels.index(_LANES),))
         return _Labelled(lax.select(mask, self.value, lax.full_like(self.value, 0)), self.labels)
 
     def summed(self, labels: Sequence[int]) -> _Labelled:
-        """Sums over some labels."""
         if not labels:
             return self
         value = jnp.sum(self.value, [self.labels.index(n) for n in labels])

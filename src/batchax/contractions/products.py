@@ -68,7 +68,6 @@ class Product:
 
     @property
     def one_hot(self) -> list[Factor]:
-        """Returns the one-hot factors, by which rows are scattered."""
         return [f for f in self.factors if f.one_hot]
 
     @property
@@ -96,7 +95,6 @@ Terms = tuple[Product, ...]
 
 
 def itself(x: Value) -> Product:
-    """Wraps a value as the only factor of a product."""
     shape = np.shape(x)
     dims = tuple(() if n == 1 else (Label(n),) for n in shape)
     units = [d for d, n in enumerate(shape) if n == 1]

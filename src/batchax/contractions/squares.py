@@ -104,7 +104,6 @@ def _squares(x: Product, dtype: np.dtype[Any]) -> _Form | None:
 def _multiplied(
     factors: Sequence[Factor], group: Group, dtype: np.dtype[Any] | None = None
 ) -> jax.Array:
-    """Multiplies the factors of a group."""
     each = [aligned(factors[k], group.labels) for k in group.numbers]
     value = functools.reduce(jnp.multiply, each)
     return value if dtype is None else lax.convert_element_type(value, dtype)

@@ -57,8 +57,6 @@ class Tangents:
     values: bool = False
 
     def function(self, before: Flat) -> Flat:
-        """Differentiates the function `before` this step."""
-
         def run(*xs: Value) -> list[Any]:
             primals, tangents = xs[: -len(self.moving)], xs[-len(self.moving) :]
             outs, dots = tangents_of(before, primals, self.moving, tangents, self.of)
@@ -106,8 +104,6 @@ class Cotangents:
     of: tuple[int, ...]
 
     def function(self, before: Flat) -> Flat:
-        """Transposes the function `before` this step."""
-
         def run(*xs: Value) -> list[Any]:
             others, cotangents = xs[: -len(self.of)], xs[-len(self.of) :]
             pull = transposed(before, others, self.linear, self.linear_types, self.of)
@@ -208,7 +204,6 @@ class Primals(_SameOperands):
     moving: tuple[int, ...]
 
     def function(self, before: Flat) -> Flat:
-        """Computes the results that the function `before` has where it is differentiated."""
         # By reverse mode, which `jax.custom_vjp` has alone.
         return lambda *xs: pullback_of(before, xs, self.moving, ())[0]
 

@@ -347,11 +347,9 @@ class UserRule:
         return fitted(axis.size, where, self.name, results, _LANES.meaning), out_flags
 
     def where(self, rule: RuleFunction | None) -> str:
-        """Names a rule of this function, as the subject of a sentence."""
         return f"{describe_rule(rule)}, the batching rule of {self.name}{self.called},"
 
     def naming(self, rule: RuleFunction | None) -> AbstractContextManager[None]:
-        """Adds to an exception which rule it comes from."""
         return _naming(self, rule)
 
     def returned(

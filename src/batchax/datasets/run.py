@@ -259,7 +259,6 @@ def _run(function: RowFunction, how: How) -> Report:
 
 
 def _check_quarantined(function: RowFunction, how: How, job: AnyJob) -> None:
-    """Raises if earlier calls quarantined rows for which this one raises."""
     bad = _bad_rows(job)
     _check_how_many(how, len(bad))
     nonfinite = next((b for b in bad if b.is_nonfinite), None)

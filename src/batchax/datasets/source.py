@@ -298,7 +298,6 @@ class Source:
 
     @cached_property
     def lengths(self) -> np.ndarray | None:
-        """Returns the length of each row, or None if rows have one shape."""
         return None
 
     def read(self, axis: int, start: int, stop: int, fresh: bool = True) -> Data:

@@ -264,7 +264,6 @@ class _Part:
         return NAME if any_uses_axis(self.axis, self.program) else ""
 
     def _moved(self) -> list[Aval]:
-        """What is moved of a lane."""
         mine = (k for k in self.used if self.positions[k] is not None)
         return [*(self.program.in_avals[k] for k in mine), *(v.aval for v in self.made)]
 
@@ -405,7 +404,6 @@ def _masked(
 
 
 def _chunk(work: Nanoseconds) -> int:
-    """How many lanes make a chunk, if each does so many nanoseconds of work."""
     processor = jax.default_backend() == "cpu"
     enough, widest = _CHUNK_ON_CPU if processor else _CHUNK
     width = _NARROWEST

@@ -188,7 +188,6 @@ def price_of(program: ClosedJaxpr, differs: Sequence[bool]) -> Price:
 
 
 def price_of_cost(cost: Cost) -> Price:
-    """The price of what costs so much for each lane."""
     return Price(launch_time(cost.launches), VECTORIZED.time(cost))
 
 
@@ -210,7 +209,6 @@ def price_of_moving(read: Sequence[Any], written: Sequence[Any]) -> Price:
 
 
 def total(prices: Sequence[Price]) -> Price:
-    """The price of programs one after another."""
     return Price.made(sum(p.begin for p in prices), sum(p.lane for p in prices))
 
 

@@ -70,7 +70,6 @@ class SegmentRun:
     positions: Positions  # where each value of the loop has the batch axis, slots included
 
     def __call__(self, here: Value, values: Values) -> list[Any]:
-        """The values, after the lanes that are `here` have done it."""
         if not self.segment.writes:
             return list(values)
         width = self.width
@@ -171,11 +170,9 @@ class FlatLoop(DivergentLoop):
 
     @property
     def but_for_body(self) -> tuple[Any, ...]:
-        """As that of any loop."""
         return *super().but_for_body, self.nest
 
     def replanned(self, lanes: int, positions: tuple[Position, ...]) -> NestDecision:
-        """How so many lanes are run."""
         differs = [a is not None for a in positions[self.n_test :]]
         differs += [True] * len(self.body.out_avals)
         whole = Loop(lanes, self.test, self.body, tuple(differs))
@@ -278,7 +275,6 @@ class Lanes:
         return lax.bitwise_and(active, stays), values, spent, tally
 
     def predicates(self, values: Sequence[Any]) -> Value:
-        """The predicate of each lane."""
         nest = self.nest
         carry = values[nest.n_consts : nest.n_consts + nest.n_carry]
         at = [*self.constants_at[: nest.n_test], *[0] * nest.n_carry]
@@ -297,7 +293,6 @@ class Lanes:
         return self.nest.n_consts + self.nest.n_carry
 
     def _at(self, number: int, values: Sequence[Any]) -> Value:
-        """Which lanes are in that part."""
         place = values[self._place]
         return lax.eq(place, np.asarray(number, place.dtype))
 

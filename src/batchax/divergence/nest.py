@@ -93,7 +93,6 @@ class Nest:
 
     @property
     def segments(self) -> list[Segment]:
-        """Those of its parts."""
         return [part for part in self.parts if isinstance(part, Segment)]
 
 
@@ -154,7 +153,6 @@ def _pays(parts: Sequence[Part], lanes: int) -> bool:
 
 
 def price_inside(nest: Nest) -> Price:
-    """The price of a step of each loop inside."""
     return _inside(nest.parts)
 
 

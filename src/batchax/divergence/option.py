@@ -39,8 +39,6 @@ def parted(option: object, values: Values, spread: bool = False) -> Runner | Non
 
 
 def diverging(option: object, spread: bool = False) -> Pass:
-    """The pass that says so of the axis of a call."""
-
     def change(call: Call) -> Call:
         divergence = parted(option, call.values, spread)
         return replace(call, axis=replace(call.axis, divergence=divergence))

@@ -196,7 +196,6 @@ class Loop:
 
     @property
     def jaxprs(self) -> list[ClosedJaxpr]:
-        """Its programs."""
         return [self.body] if self.test is None else [self.test, self.body]
 
     @property

@@ -125,7 +125,6 @@ class Runner(Request):
         return run_flat(axis, loop, self.thresholds.min_work)
 
     def plan_of_nest(self, whole: Loop, nest: Nest, length: int | None) -> NestDecision:
-        """How the lanes of a nested loop run."""
         chosen = self.decide(NestedLoop(whole, nest, length))
         assert isinstance(chosen, NestDecision)
         return chosen
@@ -249,7 +248,6 @@ class Runner(Request):
         )
 
     def of_branch(self, cost: BranchCost) -> Gathered | Serial | Masked:
-        """How a branch runs."""
         chosen = self.decide(cost)
         assert isinstance(chosen, Gathered | Serial | Masked)
         return chosen

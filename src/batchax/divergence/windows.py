@@ -61,7 +61,6 @@ class Blocks:
 
     @property
     def end(self) -> np.int32:
-        """The place after the last one."""
         return np.int32(self.mask.shape[0])
 
     def at(self, place: Value) -> Value:
@@ -70,7 +69,6 @@ class Blocks:
 
 
 def anyone(active: Value) -> Value:
-    """Whether any lane is active."""
     return staged_once("anyone", lambda active: [_anyone(active)], active)[0]
 
 
@@ -201,7 +199,6 @@ class Queue(NamedTuple):
 
     @classmethod
     def of_all(cls, active: Value) -> Queue:
-        """All lanes."""
         return cls(None, active)
 
 

@@ -292,7 +292,6 @@ def _reject_closures(body: ClosedJaxpr, consts: Values) -> None:
 
 
 def _chosen(checkpoints: Values, recorded: LoopSignature, form: LoopSignature) -> list[Value]:
-    """Selects the checkpoints of `form` among those of `recorded`."""
     if form.kept is None:
         return []
     values = dict(zip(recorded.kept or (), checkpoints[1:], strict=True))

@@ -111,7 +111,6 @@ class Strategy:
         """Raises for invalid results before they are computed."""
 
     def finish(self, call: Call, arrays: list[Value], said: Any) -> Outputs:
-        """Moves the results to their axes."""
         return arrays, call.outputs
 
 

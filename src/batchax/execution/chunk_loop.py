@@ -249,7 +249,6 @@ class ChunkLoop:
         return once.changed(of, chunk=chunk, progress=callback, **changes)
 
     def changed(self, change: Callable[[ChunkBody], ChunkBody], **others: Any) -> ChunkLoop:
-        """Applies `change` to each body of the loop."""
         whole, masked = self.all_at_once, self.masked
         if whole is not None:
             whole = replace(whole, body=change(whole.body))

@@ -113,7 +113,6 @@ def run_steps(
 def _one(
     program: ScanProgram, consts: Values, xs: Values, carry: Values, entries: Values
 ) -> tuple[Values, Values]:
-    """Runs a step, on `entries` of the xs that have a step axis."""
     pairs = zip(xs, entries, program.in_axes, strict=True)
     given = [x if a is None else entry for x, entry, a in pairs]
     outs = eval_jaxpr(program.body.jaxpr, (), *consts, *carry, *given)

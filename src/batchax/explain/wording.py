@@ -286,7 +286,6 @@ def show_unmeasured(explanation: Account) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Writes a time: "1.2 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size or unit == "us":
             return f"{seconds / size:.3g} {unit}"

@@ -391,7 +391,6 @@ def _arrays_of(shared: Sequence[SpecifiedLeaf]) -> list[tuple[str, Any]]:
 
 
 def _below(path: Any, keys: KeyPath) -> str:
-    """Extends the path of an argument by the keys of a leaf."""
     return type(path)(path + jax.tree_util.keystr(keys), path.argument, path.by_keyword)
 
 

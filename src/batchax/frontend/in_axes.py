@@ -514,5 +514,4 @@ def _from_callable(leaf: SpecifiedLeaf) -> AxesTree:
 
 
 def count(n: int, one: str, several: str | None = None) -> str:
-    """Writes `n` and what is counted: "1 entry", "2 values"."""
     return f"{n} {one if n == 1 else several or one + 's'}"

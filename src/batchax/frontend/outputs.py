@@ -107,7 +107,6 @@ class Reduce:
 
     @property
     def reduction(self) -> Reduction:
-        """What it does."""
         return self.kind if isinstance(self.kind, Reduction) else REDUCTIONS[self.kind]
 
 
@@ -243,7 +242,6 @@ def flatten_arrays(out: Tree, containers: bool = False, name: str = "out") -> tu
 
 
 def check_array(value: Value, path: str) -> None:
-    """Raises an error for an output that is not an array."""
     if isinstance(value, BatchOfRows):
         raise ArgumentTypeError(
             f"the function returned {path}, a batch of rows for each lane, from an inner vmap. "

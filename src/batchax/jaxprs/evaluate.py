@@ -55,7 +55,6 @@ def variables_read(eqn: Eqn) -> list[Any]:
 
 
 def variables_used(jaxpr: Jaxpr) -> set[Any]:
-    """Returns the variables that a program reads, or returns."""
     used = {v for eqn in jaxpr.eqns for v in variables_read(eqn)}
     return used.union(variables_in(jaxpr.outvars))
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain, compress
@@ -67,33 +67,45 @@ def run_without_rule(
 ) -> tuple[Sequence[Any], Positions]:
     """Batches an equation without a rule here: by JAX's rule, or lane by lane."""
     primitive = eqn.primitive
-
-    def one_lane(*xs: Value) -> list[Any]:
-        return list(bind_equation(eqn, xs))
-
     if _compat.jax_has_rule(primitive):
-        # The results leave `jax.vmap` as a description, next to its outputs: as one of those, each
-        # would have to be placed at an axis, be it batched or not.
-        def look(*xs: Value) -> tuple[list[Any], list[tuple[Any, Position]]]:
-            return [], list(map(_compat.batched_by_jax, one_lane(*xs)))
-
-        def batch(fun: Callable[..., Any]) -> object:
-            return jax.vmap(
-                fun,
-                in_axes=tuple(operand_axes),
-                axis_name=axis.name,
-                axis_size=axis.size,
-                spmd_axis_name=axis.spmd_name,
-            )(*operands)
-
-        _, placed = _compat.described(look, batch)
-        return [x for x, _ in placed], [position for _, position in placed]
+        outs, positions = by_rule_of_jax(axis, primitive, operands, operand_axes, eqn.params)
+        return (outs, positions) if primitive.multiple_results else ([outs], [positions])
 
     if not recording.is_watched():  # if one is, `explain` has a finding for it
         _warn(axis, eqn)
     # No rule exists, so the lanes run in a `scan`.
-    outs = one_after_another(axis, one_lane, operands, operand_axes)
+    outs = one_after_another(axis, lambda *xs: list(bind_equation(eqn, xs)), operands, operand_axes)
     return outs, [0] * len(outs)
+
+
+def by_rule_of_jax(
+    axis: Axis,
+    primitive: _compat.Primitive,
+    args: Values,
+    axes: Positions,
+    params: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """Binds a primitive for all lanes by JAX's rule, as a rule of it."""
+    several = primitive.multiple_results
+
+    # The results leave `jax.vmap` as a description, next to its outputs: as one of those, each
+    # would have to be placed at an axis, be it batched or not.
+    def look(*xs: Value) -> tuple[list[Any], list[tuple[Any, Position]]]:
+        out = primitive.bind(*xs, **primitive.get_bind_params(dict(params)))
+        return [], list(map(_compat.batched_by_jax, out if several else [out]))
+
+    def batch(fun: Callable[..., Any]) -> object:
+        return jax.vmap(
+            fun,
+            in_axes=tuple(map(_number, axes)),
+            axis_name=axis.name,
+            axis_size=axis.size,
+            spmd_axis_name=axis.spmd_name,
+        )(*args)
+
+    _, placed = _compat.described(look, batch)
+    outs, positions = [x for x, _ in placed], [position for _, position in placed]
+    return (outs, positions) if several else (outs[0], positions[0])
 
 
 def _warn(axis: Axis, eqn: Eqn) -> None:

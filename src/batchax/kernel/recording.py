@@ -144,7 +144,6 @@ def is_watched() -> bool:
 
 @contextmanager
 def equation(axis: Axis, eqn: Eqn, in_axes: Positions, shared: bool) -> Iterator[Record]:
-    """Records an equation while it is batched."""
     place = _active()
     assert place is not None
     # An equation of a form for padded rows has the mark of the one that it stands for (`meant`).
@@ -201,7 +200,6 @@ _AS_IT_IS = nullcontext()
 
 
 def run(program: Program) -> AbstractContextManager[None]:
-    """Marks one run through the jaxpr `program`."""
     if not is_watched():
         return _AS_IT_IS
     return _otherwise(run=Run(_compat.without_constants(program)))

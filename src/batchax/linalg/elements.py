@@ -29,7 +29,6 @@ def rows(x: Value, places: Sequence[int] | np.ndarray) -> jax.Array:
 
 
 def column(numbers: Sequence[int] | np.ndarray, like: Value) -> np.ndarray:
-    """Returns a number for each row of `like`."""
     return np.asarray(numbers, like.dtype).reshape(-1, *(1,) * (like.ndim - 1))
 
 
@@ -77,7 +76,6 @@ def row(x: Value, *at: Value) -> jax.Array:
 
 
 def put(x: Value, new: Value, *at: Value) -> jax.Array:
-    """Returns `x` with `new` at ``x[at]``."""
     rest = [np.int32(0)] * (x.ndim - len(at))
     new = lax.reshape(new, (1,) * len(at) + new.shape)
     return lax.dynamic_update_slice(x, new, [*at, *rest], allow_negative_indices=False)
@@ -117,7 +115,6 @@ def in_order(values: Value, vectors: Sequence[Any]) -> list[Any]:
 
 
 def scaled(x: Value, by: Value) -> jax.Array:
-    """Multiplies `x` by a real number."""
     if not jnp.iscomplexobj(x):
         return x * by
     # Part by part: infinity in one part makes no NaN in the other.

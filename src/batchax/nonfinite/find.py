@@ -267,7 +267,6 @@ class Program:
     def fault(
         self, lane: int | None, output: int, origin: np.ndarray, operands: Sequence[str] | None
     ) -> Fault:
-        """Makes a fault of what an origin says."""
         place, kind = int(origin[PLACE]), "nan" if origin[KIND] == NAN else "inf"
         of = self.places.place(place).eqn if place > 0 else None
         return Fault(

@@ -396,7 +396,6 @@ class Evaluator:
         return [self._result(x, eqn, number, operands, iterations) for x in outs]
 
     def _inside(self, eqn: Eqn, seen: Sequence[Any]) -> Evaluator:
-        """Makes an evaluator for a program in an equation."""
         around = (*self._around, eqn)
         return Evaluator(self._places, self._depth, self._watch, seen, around, self._lanes)
 

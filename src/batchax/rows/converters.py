@@ -283,7 +283,6 @@ def _from_tensor(tensor: torch.Tensor) -> Value:
 
 
 def _is_list(layout: Any) -> bool:
-    """Whether it is one of lists of any size, or else the outermost."""
     return hasattr(layout, "offsets") and hasattr(layout, "content")
 
 

@@ -304,8 +304,6 @@ def _first_pair(xs: Tree, axis: int) -> list[Any]:
 
 
 def _where(mask: jax.Array, xs: Tree, others: Tree, axis: int) -> Tree:
-    """`xs` where `mask`, which is along that axis, is true, and `others` where not."""
-
     def pick(x: Value, other: Value) -> jax.Array:
         shape = [-1 if i == axis else 1 for i in range(x.ndim)]
         return jnp.where(mask.reshape(shape), x, other)

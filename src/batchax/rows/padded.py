@@ -173,7 +173,6 @@ def _same(a: Value, b: Value) -> bool:
 
 
 def run_padded(sizes: Sizes, jaxpr: Jaxpr, consts: Values, rows: Sequence[Row]) -> list[Row]:
-    """The results of a program of one row, on padded rows."""
     with recording.run(jaxpr):
         return evaluate(
             jaxpr,

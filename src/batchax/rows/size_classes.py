@@ -497,7 +497,6 @@ class _Moving:
         return Places(at, there.reshape(-1), back.reshape(-1))
 
     def _size(self, dim: Dim) -> jax.Array:
-        """The size `dim` of each row."""
         size = jnp.asarray(_compat.evaluate_size(dim, self.lengths), np.int32)
         return jnp.maximum(size, np.int32(0))
 

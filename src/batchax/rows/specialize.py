@@ -252,7 +252,6 @@ class _Result:
         return dim
 
     def padded(self, x: Value) -> jax.Array:
-        """The result of one row, padded to the largest result."""
         room = [(0, most - d, 0) for most, d in zip(self.bounds, x.shape, strict=True)]
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # which XLA pads as numbers only
             words = jax.random.key_data(x)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import checkify as checkify  # registers its primitive with JAX
-from jax.extend.core import unmapped_aval
 from jax.extend.core.primitives import cond_p
 from jax.interpreters import ad
 
@@ -31,11 +30,15 @@ from batchax.kernel.axis import (
     Positions,
     RuleOutputs,
     axis_to_front,
-    expand_axis,
     move_axis,
 )
 from batchax.kernel.inner import batched_aval, remembered, stage_function
-from batchax.kernel.interpreter import lane_after_lane, lanes_spread, lanes_together
+from batchax.kernel.interpreter import (
+    by_rule_of_jax,
+    lane_after_lane,
+    lanes_spread,
+    lanes_together,
+)
 from batchax.kernel.own_primitive import OF_OPERATIONS, declare, own_primitive, tangents_of
 from batchax.kernel.registry import register_rule
 from batchax.rules.calls import CALLS
@@ -309,57 +312,8 @@ def _by_method(primitive: _compat.Primitive) -> None:
                 "vmap_method. Pass vmap_method='sequential' to call it once for each lane, or "
                 "'broadcast_all' or 'expand_dims' if it accepts arrays with a leading batch axis."
             )
-        outs = primitive.bind(
-            *_with_lanes(axis, args, axes, vmap_method, params.get("input_output_aliases", ())),
-            vmap_method=vmap_method,
-            **{**params, **_with_lane_types(axis, axes, vmap_method, **params)},
-        )
-        return outs, [0] * len(outs)
-
-
-def _with_lanes(
-    axis: Axis, args: Values, axes: Positions, method: str, aliases: Sequence[tuple[int, int]]
-) -> list[Any]:
-    """Moves the batch axis to the front; operands without one are treated as `method` says."""
-    # An operand that aliases an output must have its size, so it gets the axis in any case.
-    overwritten = {operand for operand, _ in aliases}
-    out = []
-    for i, (x, a) in enumerate(zip(args, axes, strict=True)):
-        if a is not None or method == "broadcast_all" or i in overwritten:
-            x = axis_to_front(axis, x, a)
-        elif method == "expand_dims":
-            x = expand_axis(x, 0)
-        out.append(x)
-    return out
-
-
-def _with_lane_types(
-    axis: Axis,
-    axes: Positions,
-    method: str,
-    *,
-    result_avals: Sequence[Aval],
-    input_layouts: Sequence[Sequence[int] | None] = (),
-    output_layouts: Sequence[Sequence[int] | None] | None = None,
-    **_: Any,
-) -> dict[str, Any]:
-    """Adds a leading batch axis to the parameters that describe operands and results."""
-    types: dict[str, Any] = dict(
-        result_avals=tuple(unmapped_aval(axis.size, 0, aval) for aval in result_avals)
-    )
-    if output_layouts is not None:
-        all_gain = method != "legacy_vectorized"
-        types["input_layouts"] = tuple(
-            _outermost(layout) if all_gain or a is not None else layout
-            for layout, a in zip(input_layouts, axes, strict=True)
-        )
-        types["output_layouts"] = tuple(map(_outermost, output_layouts))
-    return types
-
-
-def _outermost(layout: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Adds a leading batch axis, which varies slowest, to a minor-to-major layout."""
-    return None if layout is None else (*(dim + 1 for dim in layout), 0)
+        params = {"vmap_method": vmap_method, **params}
+        return by_rule_of_jax(axis, primitive, args, axes, params)
 
 
 def _callee(params: dict[str, Any]) -> str:

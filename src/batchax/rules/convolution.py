@@ -24,13 +24,12 @@ from batchax.kernel.axis import (
     Axis,
     Positions,
     RuleOutputs,
-    inserted,
     move_axis,
     sharding_with_axis,
 )
 from batchax.kernel.inner import example_aval
 from batchax.kernel.interpreter import lane_after_lane
-from batchax.kernel.registry import matched, register_rule
+from batchax.kernel.registry import register_rule
 from batchax.linalg.pays import pays_back
 
 _MOST_SLICES = 49  # they are written out in the program
@@ -417,53 +416,6 @@ enter(
     combines: reduce_window select_and_gather_add select_and_scatter select_and_scatter_add
     """
 )
-
-# What each parameter that has an entry per dimension says for the batch axis.
-ALONG_BATCH = {
-    "window_dimensions": 1,
-    "window_strides": 1,
-    "padding": (0, 0),
-    "base_dilation": 1,
-    "window_dilation": 1,
-}
-
-# Each with the number of its operands that have the shape of the array; those
-# that follow are initial values, one number for the whole array.
-WINDOWED = {
-    "reduce_window_max": 1,
-    "reduce_window_min": 1,
-    "reduce_window_sum": 1,
-    "select_and_gather_add": 2,
-    "select_and_scatter": 2,
-    "select_and_scatter_add": 2,
-}
-
-
-def _windowed(primitive: _compat.Primitive, n_arrays: int | None = None) -> None:
-    """Registers `primitive`; `n_arrays` None stands for half of its operands."""
-
-    @register_rule(primitive)
-    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
-        n = len(args) // 2 if n_arrays is None else n_arrays
-        # A call takes a single initial value, which also fills the padding and enters many windows.
-        if any(a is not None for a in axes[n:]):
-            return lane_after_lane(axis, primitive, args, axes, params)
-        arrays, position = matched(axis, args[:n], axes[:n])
-        for name, entry in ALONG_BATCH.items():
-            if name in params:
-                params[name] = inserted(params[name], position, entry)
-        out = primitive.bind(*arrays, *args[n:], **params)
-        if primitive.multiple_results:
-            return out, [position] * len(out)
-        return out, position
-
-
-for _name, _n_arrays in WINDOWED.items():
-    _primitive = _compat.find_primitive(_name)
-    assert _primitive is not None
-    _windowed(_primitive, _n_arrays)
-_windowed(lax.reduce_window_p)
-
 
 enter("library: fft")
 

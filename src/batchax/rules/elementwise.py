@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax.sharding import Sharding
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.types import Jaxpr, Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import (
     Axis,
     Position,
@@ -25,12 +25,10 @@ from batchax.kernel.axis import (
     move_axis,
     shift_dims,
 )
-from batchax.kernel.interpreter import lane_after_lane
 from batchax.kernel.registry import (
     broadcasting,
     common_position,
     example_shape,
-    matched,
     reducing,
     register_rule,
     vectorized,
@@ -172,25 +170,3 @@ for _names, _make in ((REDUCTIONS, reducing), (CUMULATIVE, _cumulative)):
         _primitive = _compat.find_primitive(_name)
         assert _primitive is not None
         (reducing_few_or_many if _name in SHORT else _make)(_primitive)
-
-
-@register_rule(lax.reduce_p)
-def _reduce(
-    axis: Axis,
-    args: Values,
-    axes: Positions,
-    /,
-    *,
-    computation: Callable[..., Any],
-    jaxpr: Jaxpr,
-    dimensions: tuple[int, ...],
-) -> RuleOutputs:
-    n = len(args) // 2
-    how: dict[str, Any] = {"computation": computation, "jaxpr": jaxpr}
-    # The primitive takes a single initial value.
-    if any(a is not None for a in axes[n:]):
-        return lane_after_lane(axis, lax.reduce_p, args, axes, {"dimensions": dimensions, **how})
-    operands, position = matched(axis, args[:n], axes[:n])
-    dims = shift_dims(dimensions, position)
-    outs = lax.reduce_p.bind(*operands, *args[n:], dimensions=dims, **how)
-    return outs, [position - sum(d < position for d in dims)] * n

@@ -377,15 +377,6 @@ def _triangular_solve(axis: Axis, args: Values, axes: Positions, /, **params: An
     return _merged(solve, args[1], axes[1], -1 if params["left_side"] else -2)
 
 
-@register_rule(linalg.tridiagonal_solve_p)
-def _tridiagonal_solve(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> RuleOutputs:
-    *diagonals, b = args
-    if any(a is not None for a in axes[:-1]):
-        return _each_its_own(linalg.tridiagonal_solve_p, (1, 1, 1, 2), axis, args, axes, params)
-    assert axes[-1] is not None
-    return _merged(partial(linalg.tridiagonal_solve_p.bind, *diagonals, **params), b, axes[-1], -1)
-
-
 def _merged(solve: Callable[[Any], Any], b: Value, position: int, dim: int) -> tuple[Any, int]:
     """Solves with the lanes as additional right-hand sides, along `dim` from the end."""
     start = b.ndim + dim - 1

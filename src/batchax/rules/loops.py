@@ -399,7 +399,6 @@ def _scan(
 
 
 def _inside(axis: Axis, steps: int) -> Axis:
-    """Updates `axis` for a step of a loop with `steps` steps."""
     steps = max(1, steps) if isinstance(steps, int) else LOOP_STEPS  # or a symbol
     # Costs that recur at each step multiply, and lanes may be last from step to step.
     return replace(axis, in_loop=max(1, axis.in_loop) * steps, columns=True)

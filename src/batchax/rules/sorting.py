@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Axis, Positions, RuleOutputs, shift_dims
@@ -87,16 +86,3 @@ def _top_k(
     (x,), (position,) = args, positions
     (dim,) = shift_dims((axis,), position)
     return lax.top_k_p.bind(x, axis=dim, **params), [position] * 2
-
-
-_approx_top_k_p: Any = _compat.find_primitive("approx_top_k")
-
-
-@register_rule(_approx_top_k_p)
-def _approx_top_k(
-    axis: Axis, args: Values, axes: Sequence[int], /, *, reduction_dimension: int, **params: Any
-) -> RuleOutputs:
-    (x,), (position,) = args, axes
-    # The dimension may be counted from the end, where the batch axis may come to be.
-    (dim,) = shift_dims((reduction_dimension % (x.ndim - 1),), position)
-    return _approx_top_k_p.bind(x, reduction_dimension=dim, **params), [position] * 2
