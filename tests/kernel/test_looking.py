@@ -162,3 +162,12 @@ def test_padding_of_rows_is_not_looked_at(layout):
         total(rows.data)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"batchax\.vmap"):
         total(-rows.data)
+
+
+@pytest.mark.parametrize("fun", [jnp.sum, lambda x: lax.linalg.cholesky(x * jnp.eye(3))])
+@pytest.mark.parametrize("compile", [False, True])
+def test_programs_of_many_lanes_outside_of_jit(fun, compile):
+    x = jnp.ones((10_000, 3)).at[7].set(jnp.array([jnp.inf, -jnp.inf, -1]))
+    batched = bx.vmap(fun)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        (jax.jit(batched) if compile else batched)(x)

@@ -203,12 +203,14 @@ def with_tangent_rule(function: Flat, rule: TangentRule) -> Flat:
 def report_errors(
     primitive: _compat.Primitive,
     programs: Sequence[str],
-    operations: Callable[..., Sequence[Any]],
+    operations: Callable[..., Any],
 ) -> None:
     """Has ``checkify`` report errors in the operations that `primitive` stands for.
 
     `programs` are the parameters that hold jaxprs. Where no error can occur, the primitive stays.
     """
+    several = primitive.multiple_results
+    bind_all, run_all = (_flat(run, several) for run in (primitive.bind, operations))
 
     def rule(
         checking: _compat.Checking, operands: Values, params: Params
@@ -217,18 +219,19 @@ def report_errors(
         if not checking.needs(effects):
             return checking.error, primitive.bind(*operands, **params)
         types = list(map(jax.typeof, operands))
-        stage = lambda params: _compat.stage(lambda *xs: list(operations(*xs, **params)), types)
+        stage = lambda params: _compat.stage(lambda *xs: run_all(*xs, **params), types)
         (program,), consts = _compat.hoist_constants(stage(params))
         if all(_compat.checks([effect]) for effect in effects):
             # A derivative is not checked: what has it is the primitive without its checks.
             params = {**params, **{name: _without_checks(params[name]) for name in programs}}
             effects = stage(params).effects if effects else effects
-        bind = lambda *xs: primitive.bind(*xs, **params)
+        bind = lambda *xs: bind_all(*xs, **params)
         run, leaves, structure = checking.with_errors(program)
         # With other effects, or constants of a trace around, a `custom_jvp` cannot be built.
         if not effects and not any(isinstance(x, Tracer) for x in consts):
             run = _with_derivative_of(bind, run, len(leaves) + len(consts))
-        return jax.tree.unflatten(structure, run(*leaves, *consts, *operands))
+        error, outs = jax.tree.unflatten(structure, run(*leaves, *consts, *operands))
+        return error, outs if several else outs[0]
 
     _compat.set_error_rule(primitive, rule)
 
@@ -376,7 +379,8 @@ def own_primitive(
       elsewhere: from its parameters, what a program for another platform than the default one runs
         in their place, to the same results: they may be what was decided for the default one. None
         for the operations.
-      checked: where ``checkify`` looks for errors in the programs, if not in the operations.
+      checked: where ``checkify`` looks for errors. If not given, in the operations where there are
+        `programs`, and else nowhere: operations may make a NaN that no result has.
       effects: its effects, from its parameters; those of its programs if not given.
       several: whether it has a list of results, and not one.
       looks_ahead: whether `rule` is given its place in a program; see `Registered`.
@@ -403,6 +407,7 @@ def own_primitive(
         held = lambda params: held_programs(params, programs)
         describe_bodies(primitive, programs, step)
         _compat.lower_early(primitive, held, operations, compute)
+    if programs or checked:
         report_errors(primitive, programs, checked or operations)
     enter(f"{facts}: {primitive.name}")
     serve_own(primitive, rule, may_name_axis=bool(programs), looks_ahead=looks_ahead)

@@ -23,6 +23,7 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, RuleOutputs, match_axis, move_axis
+from batchax.kernel.debug_nans import hide_from_debug_nans
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner, batched_aval, example_aval
 from batchax.kernel.interpreter import Place
 from batchax.kernel.named_axes import vary_over, varying_of
@@ -189,9 +190,11 @@ def _on_cpu(*operands: Value, of: str, first: bool, explicit: bool, **params: An
 
 
 def _compute(*operands: Value, **params: Any) -> list[Any]:
-    run = lambda: jax.jit(functools.partial(small_matrices_p.bind, **params))
+    compiled = lambda: jax.jit(functools.partial(small_matrices_p.bind, **params))
+    run = _programs.get(tuple(sorted(params.items())), compiled)
     with jax.disable_jit(False):  # which is for the user's programs
-        return _programs.get(tuple(sorted(params.items())), run)(*operands)
+        # After a NaN, JAX would run it operation by operation, which is to compile it again.
+        return hide_from_debug_nans(run, operands, params["of"])
 
 
 _programs = Cache("decompositions of small matrices, outside of jit", most=256)
@@ -305,6 +308,7 @@ own_primitive(
     operations=_operations,
     on_cpu=_on_cpu,
     compute=_compute,
+    checked=_operations,
     types=_types,
     programs=(),
     facts="library",

@@ -27,6 +27,7 @@ from batchax.analysis.one_function import as_terms, is_short
 from batchax.jaxprs.bodies import with_inside
 from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, shift_dims
+from batchax.kernel.debug_nans import hide_from_debug_nans
 from batchax.kernel.interpreter import Place
 from batchax.kernel.own_primitive import OF_OPERATIONS, declare, jvp_of, own_primitive
 from batchax.kernel.registry import reducing, reducing_rule, register_looking
@@ -98,7 +99,8 @@ _jvp_of_operations = jvp_of(_operations, short_reduction_p)
 @jax.disable_jit(False)
 def _compute(x: Value, *, of: str, over: tuple[int, ...]) -> jax.Array:
     # Outside `jit`, too, the terms: XLA's library may drop NaNs from a maximum.
-    return _compiled(of, x, over)
+    # After a NaN, JAX would run this program operation by operation, which is to compile it again.
+    return hide_from_debug_nans(lambda x: _compiled(of, x, over), (x,), of)
 
 
 _compiled = jax.jit(_bind, static_argnums=(0, 2))
@@ -115,6 +117,7 @@ own_primitive(
     operations=_operations,
     compute=_compute,
     on_cpu=_on_cpu,
+    checked=_operations,
     types=_types,
     programs=(),
     facts="moderate",
