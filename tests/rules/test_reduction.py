@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 from jax import lax
 
+import batchax as bx
 from batchax import _compat
 from batchax.rules.elementwise import CUMULATIVE, REDUCTIONS
 
 from support.batches import batch
-from support.oracle import check, check_all
+from support.oracle import check, check_all, same
 
 SHAPE = (2, 4)
 LOGICAL = ("reduce_and", "reduce_or", "reduce_xor")
@@ -54,3 +55,12 @@ def test_ties_and_nan_take_the_first_place():
     x = jnp.array([[1.0, 1.0, 0.0], [jnp.nan, 5.0, jnp.nan], [-0.0, 0.0, -1.0]])
     check_all({f.__name__: (f, x, {}) for f in (jnp.argmax, jnp.nanargmin)})
     check(jnp.max, x, derivatives=False)
+
+
+def test_initial_values_that_differ_between_lanes_make_lanes_run_one_after_another():
+    """JAX's rule takes one initial value for all."""
+    x, starts = batch((4,), 0), jnp.arange(3.0)
+    fun = lambda x, start: lax.reduce(x, start, jnp.logaddexp, (0,))
+    with pytest.warns(bx.SequentialFallbackWarning, match="reduce"):
+        got = bx.vmap(fun)(x, starts)
+    same(got, jnp.stack([fun(x[i], starts[i]) for i in range(3)]))

@@ -17,6 +17,7 @@ The same holds for collectives.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,8 +69,10 @@ def run_without_rule(
     """Batches an equation without a rule here: by JAX's rule, or lane by lane."""
     primitive = eqn.primitive
     if _compat.jax_has_rule(primitive):
-        outs, positions = by_rule_of_jax(axis, primitive, operands, operand_axes, eqn.params)
-        return (outs, positions) if primitive.multiple_results else ([outs], [positions])
+        # Some rules are not for every operand, such as initial values of a reduction.
+        with contextlib.suppress(NotImplementedError):
+            outs, positions = by_rule_of_jax(axis, primitive, operands, operand_axes, eqn.params)
+            return (outs, positions) if primitive.multiple_results else ([outs], [positions])
 
     if not recording.is_watched():  # if one is, `explain` has a finding for it
         _warn(axis, eqn)

@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -524,81 +524,22 @@ def _custom_jvp(
 
 @padded_rule("call_hi_primitive")
 def _described_by_object(op: Operation, *rows: Row, _prim: object) -> list[Value] | list[Row]:
-    # Its rules know nothing of rows. What it stands for is made of ordinary operations, and so are
-    # its derivative and that one's transpose, which need not be those of these operations:
-    # `jnp.frexp` takes bits apart.
+    # Its rules know nothing of rows. What it stands for is made of ordinary operations, whose
+    # derivative need not be its own: `jnp.frexp` takes bits apart.
     body = expanded(_prim, [v.aval for v in op.eqn.invars])
     if not any(map(is_inexact, body.out_avals)):
         return run_padded(op.sizes, body.jaxpr, body.consts, rows)
     call, values = SizedCall.of(op, rows)
-    op = call.op
 
     @jax.custom_jvp
     def function(*values: Value) -> list[Any]:
         return call.run(body, *values)
 
-    def rule(values: Values, tangents: Values) -> tuple[list[Value], list[Value]]:
-        moving = [
-            i
-            for i, t in enumerate(call.for_each(tangents, None))
-            if is_inexact(op.eqn.invars[i].aval) and not isinstance(t, SymbolicZero | None)
-        ]
-        try:
-            ahead, back = _staged_derivatives(op.eqn, moving)
-        except NotImplementedError as error:
-            raise op.reject(f"it has no derivative for rows of any length: {error}.") from error
+    @function.defjvp
+    def _(values: Values, tangents: Values) -> NoReturn:
+        raise UnsupportedError(str(op.reject("it has no derivative for rows of any length.")))
 
-        def linear(program: ClosedJaxpr) -> Callable[..., Any]:
-            def run(values: Values, given: Values) -> list[Any]:
-                inner, rows = call.opened(values)
-                types = program.in_avals[len(rows) :]
-                outs = run_inside(inner.sizes, program, [*rows, *typed_rows(given, types)])
-                return arrays(outs, program.out_avals)
-
-            return run
-
-        given = call.for_each(tangents, None)
-        made = linear_with_transpose(
-            linear(ahead), linear(back), values, [given[i] for i in moving]
-        )
-        outs, dots = function(*values), iter(made)
-        return outs, [
-            next(dots) if is_inexact(x) else SymbolicZero(jax.typeof(x).to_tangent_aval())
-            for x in outs
-        ]
-
-    function.defjvp(rule, symbolic_zeros=True)
     return function(*values)
-
-
-@_compat.patched()
-def _staged_derivatives(eqn: Eqn, moving: Sequence[int]) -> list[ClosedJaxpr]:
-    """The derivative of an equation of one row with respect to some operands, and its transpose.
-
-    Operands of both are those of the equation, and then derivatives or cotangents.
-    """
-    avals = [v.aval for v in eqn.invars]
-    dots = [avals[i].to_tangent_aval() for i in moving]
-    cotangents = [v.aval.to_tangent_aval() for v in eqn.outvars if is_inexact(v.aval)]
-
-    def derivative(kind: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
-        def run(*xs: Value) -> list[Any]:
-            primals, given = xs[: len(avals)], list(xs[len(avals) :])
-
-            def function(*moved: Value) -> list[Any]:
-                operands = list(primals)
-                for i, x in zip(moving, moved, strict=True):
-                    operands[i] = x
-                outs = eqn.primitive.bind(*operands, **eqn.params)
-                return [x for x in outs if is_inexact(x)]
-
-            return kind(function, [primals[i] for i in moving], given)
-
-        return run
-
-    ahead = derivative(lambda function, xs, given: jax.jvp(function, xs, given)[1])
-    back = derivative(lambda function, xs, given: list(jax.vjp(function, *xs)[1](given)))
-    return [_compat.stage(ahead, [*avals, *dots]), _compat.stage(back, [*avals, *cotangents])]
 
 
 @padded_rule("custom_vjp_call", "custom_vjp_call_jaxpr")
