@@ -71,17 +71,6 @@ def test_trees_are_flagged_leaf_by_leaf(vmap):
 
 
 @VMAPS
-def test_keys_and_integers(vmap):
-    g, noted = seen_by(lambda key, n, x: (jax.random.normal(key, (2,)) * x, n + 1, key))
-    keys = jax.random.split(jax.random.key(0), 3)
-    args = keys, jnp.arange(3), example((3,))
-    same(vmap(g)(*args), plainly(jax.vmap(g.fun), *args))
-    of_x = lambda f: jax.grad(lambda x: f(*args[:2], x)[0].sum())
-    same(of_x(vmap(g))(args[2]), of_x(jax.vmap(g.fun))(args[2]))
-    assert all(flags == [True, True, True] for flags, _, _ in noted)
-
-
-@VMAPS
 def test_methods(vmap):
     @dataclass(frozen=True)
     class Model:

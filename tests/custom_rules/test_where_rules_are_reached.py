@@ -223,36 +223,6 @@ def closing(w):
 
 
 @VMAPS
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-@pytest.mark.compiles(60)
-@pytest.mark.each_commit(2)
-def test_a_closed_over_value_that_is_differentiated(vmap, compiled):
-    seen = []
-
-    def by_rule(w, xs):
-        f = closing(w)
-        seen.append(f.seen)
-        return vmap(f.function)(xs)
-
-    want = lambda w, xs: ten(xs, w)
-    for transform in (gradient, pushed_by_two, linearized_by_two, lambda f: jax.hessian(total(f))):
-        run = transform(by_rule)
-        if compiled:
-            agree(run, transform(want), W, XS)
-        else:
-            same(run(W, XS), plainly(transform(want), W, XS))
-        assert seen.pop() == {(3, (True,))}
-
-
-def pushed_by_two(f):
-    return lambda w, xs: jax.jvp(f, (w, xs), (2 * w, xs))
-
-
-def linearized_by_two(f):
-    return lambda w, xs: jax.linearize(f, w, xs)[1](2 * w, xs)
-
-
-@VMAPS
 @pytest.mark.parametrize("derivative", [lambda f: f, gradient], ids=["value", "grad"])
 def test_of_a_batch_of_what_it_closes_over_a_rule_is_not_told(vmap, derivative):
     seen = []

@@ -61,15 +61,6 @@ def test_callbacks_are_called_in_order():
     assert [name for name, _ in seen] == ["sum", "best"] * 4
 
 
-def test_vmaps_around_and_inside():
-    outer = lambda vmap: vmap(lambda d: bx.vmap(lambda x: jnp.tanh(x).sum(0))(X.with_data(d)))
-    data = jnp.stack([X.data, 2 * X.data])
-    expected = jnp.stack([outer(lambda f: f)(d) for d in data])
-    for vmap in (jax.vmap, bx.vmap):
-        same(outer(vmap)(data), expected)
-        check_rows(lambda x, vmap=vmap: vmap(lambda t: jnp.tanh(t @ WEIGHTS))(x).sum(0), X)
-
-
 vmap, named, Reduce = bx.vmap, bx.ragged, bx.Reduce
 MISTAKES = {
     bx.AxisError: {

@@ -320,11 +320,15 @@ FAMILIES = {
         dict(modes=("vjp",), reverse_traced=True, **ROUGHLY),
     ),
 }
-CASES = [(name, part) for name, f in FAMILIES.items() for part in shares(f.functions, f.parts)]
+CASES = {
+    f"{name}, {k}": (name, part)
+    for name, f in FAMILIES.items()
+    for k, part in enumerate(shares(f.functions, f.parts))
+}
 
 
-@pytest.mark.parametrize(("family", "names"), CASES, ids=str)
-@pytest.mark.each_commit(18)
+@pytest.mark.parametrize(("family", "names"), CASES.values(), ids=CASES)
+@pytest.mark.each_commit(18, "written, 1", "indexed, an empty row, 2")
 def test_as_each_row_alone(family, names):
     of = FAMILIES[family]
     made, options = dict(of.rows or {}), of.options or {}

@@ -47,22 +47,6 @@ def test_a_row_is_computed_as_if_alone(name):
     check_rows(FUNCTIONS[name], rows(3), layout="grouped", **ways)
 
 
-@pytest.mark.parametrize("transformation", ["jit", "vmap", "jax.vmap", "grad of grad"])
-def test_groups_are_made_under_other_transformations_where_lengths_are_known(transformation):
-    x = rows(3)
-    loss = lambda data: grouped(lambda r: jnp.sum(jnp.cumsum(r, 0) ** 3))(x.with_data(data)).sum()
-    alone = lambda data: sum(jnp.sum(jnp.cumsum(r, 0) ** 3) for r in x.with_data(data).rows())
-    several = jnp.stack([x.data, 2 * x.data])
-    of, points = {
-        "jit": (jax.jit, x.data),
-        "vmap": (bx.vmap, several),
-        "jax.vmap": (jax.vmap, several),
-        "grad of grad": (lambda f: jax.grad(lambda d: (jax.grad(f)(d)[:20] ** 2).sum()), x.data),
-    }[transformation]
-    expected = jax.jit({"vmap": jax.vmap}.get(transformation, of)(alone))(points)
-    np.testing.assert_allclose(of(loss)(points), expected, rtol=1e-4, atol=1e-5)
-
-
 # What outputs are like does not depend on which lengths a batch has.
 
 KINDS = {

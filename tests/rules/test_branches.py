@@ -12,11 +12,11 @@ from jax.extend.core import jaxprs_in_params
 import batchax as bx
 from batchax.errors import UnsupportedError
 
-from support.compiled import check_compiled
 from support.oracle import (
     agree,
     example,
     loop_function,
+    quickly,
     same,
 )
 
@@ -53,7 +53,7 @@ def test_switch_with_an_index_out_of_range(indices, in_axes):
     ]
     f = lambda i, x, y: lax.switch(i, branches, x, y)
     args = [jnp.array(indices), *(X + i if a == 0 else X[0] + i for i, a in enumerate(in_axes[1:]))]
-    check_compiled(f, *args, in_axes=in_axes)
+    quickly(f, *args, in_axes=in_axes)
 
 
 def test_unbatched_stays_unbatched():
@@ -64,7 +64,7 @@ def test_unbatched_stays_unbatched():
     got = bx.vmap(f, (0, 0, None), out_axes)(P, X, 2.0)
     same(got, (jnp.asarray(2.0), jnp.asarray(3), jnp.where(P[:, None], X, -X)))
     g = lambda p, x, y: lax.cond(p, lambda: (y, y, x), lambda: (y * 2, y, -x))
-    check_compiled(g, True, X, 2.0, in_axes=(None, 0, None), out_axes=(None, None, 0))
+    quickly(g, True, X, 2.0, in_axes=(None, 0, None), out_axes=(None, None, 0))
 
 
 # How many operations.

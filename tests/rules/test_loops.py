@@ -16,8 +16,7 @@ import batchax as bx
 from batchax.errors import UnsupportedError
 from batchax.kernel import registry
 
-from support.compiled import check_compiled
-from support.oracle import example, same
+from support.oracle import example, quickly, same
 
 X = example((4, 3))
 W = example((3, 3), seed=3)
@@ -58,16 +57,16 @@ def test_scan_of_batched_subsets(axes, reverse, out_axes):
     ]
     sequence = None if axes[2] is None else 0
     out_axes = ((out_axes, None), (out_axes, None, sequence))
-    check_compiled(f, *args, in_axes=axes, out_axes=out_axes, types=False)
+    quickly(f, *args, in_axes=axes, out_axes=out_axes, against_jax=False)
 
 
 def test_unroll_length_and_no_sequence():
     for options in (dict(unroll=2), dict(unroll=True), dict(length=5), dict(_split_transpose=True)):
         f = lambda xs: lax.scan(lambda c, x: (c + x, c), 0.0, xs, **options)
-        check_compiled(f, example((4, 5)))
+        quickly(f, example((4, 5)))
     for length in (3, 0):
-        check_compiled(lambda x: lax.scan(lambda c, _: (c * x, c), x, None, length=length), X)
-    check_compiled(lambda x: lax.scan(lambda c, y: (c + y, c), 1.0, x), example((4, 0)))
+        quickly(lambda x: lax.scan(lambda c, _: (c * x, c), x, None, length=length), X)
+    quickly(lambda x: lax.scan(lambda c, y: (c + y, c), 1.0, x), example((4, 0)))
     assert bx.vmap(lambda x: lax.scan(lambda c, y: (c + y, c), 1.0, x))(X[:0])[1].shape == (0, 3)
 
 
@@ -79,7 +78,7 @@ def test_carry_is_batched_only_if_an_iteration_makes_it_so():
 
         return lax.scan(step, (0, 0.0, 0.0, 0.0), None, length=4)
 
-    check_compiled(f, X[:, 0], out_axes=((None, 0, 0, 0), None))
+    quickly(f, X[:, 0], out_axes=((None, 0, 0, 0), None))
     carried = [v.aval.shape for v in equation(bx.vmap(f), X[:, 0], name="scan").outvars]
     assert carried == [(), (4,), (4,), (4,), (4,)]
 
@@ -94,12 +93,12 @@ def test_axis_of_a_carry_is_moved_outside_the_loop_only():
         return lax.scan(lambda c, _: (c @ W, None), c, None, length=3)[0]
 
     x = example((2, 4, 3))
-    check_compiled(f, x, in_axes=1)
+    quickly(f, x, in_axes=1)
     for in_axes in (0, 1):
         body = equation(bx.vmap(f, in_axes=in_axes), x, name="scan").params["jaxpr"]
         assert "transpose" not in [e.primitive.name for e in body.jaxpr.eqns]
     swap = lambda a, b: lax.scan(lambda c, _: ((c[1], c[0]), None), (a, b), None, length=3)[0]
-    check_compiled(swap, X, X.T, in_axes=(0, 1))
+    quickly(swap, X, X.T, in_axes=(0, 1))
 
 
 # while
@@ -125,7 +124,7 @@ def test_while_with_a_count_for_each_lane(counts, axes):
     shape = {None: (3,), 0: (4, 3), 1: (3, 4)}
     n = jnp.array(counts)
     args = [example(shape[axes[0]]), example(shape[axes[1]], seed=1), n if axes[2] == 0 else n[0]]
-    check_compiled(f, *args, in_axes=axes, reverse=False)
+    quickly(f, *args, in_axes=axes, modes=("jvp",))
 
 
 @pytest.mark.parametrize("divergence", ["predicate", "auto", "compact"])

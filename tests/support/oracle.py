@@ -141,6 +141,7 @@ def claims(
     axis_name=None,
     against_jax=True,
     derivatives=True,
+    modes=("jvp", "vjp"),
     second=False,
     nested=False,
     eager=True,
@@ -155,6 +156,7 @@ def claims(
     out_axes: an int, or a tree of ints (None where the output is unbatched).
     against_jax: False where `jax.vmap` does not support the function.
     derivatives: also jvp and vjp with respect to every inexact argument.
+    modes: those of the two that the function has.
     second: also forward over reverse.
     nested: also under a second vmap, of batchax and of JAX, in both orders.
     unrolled: False has the loop over examples compiled as one: for what takes long to compile.
@@ -188,7 +190,7 @@ def claims(
     if derivatives:
         ours = bx.vmap(staged, **options)
         yield from claims_of_derivatives(
-            ours, theirs, args, second, tolerance, where, compiled=False
+            ours, theirs, args, second, tolerance, where, compiled=False, modes=modes
         )
     if nested:
         yield claim_of_nesting(staged, args, options, tolerance, where)
@@ -303,7 +305,14 @@ def check_derivatives(batched, reference, args, second=False, tolerance=None, ji
 
 
 def claims_of_derivatives(
-    batched, theirs, args, second=False, tolerance=None, where="", compiled=True
+    batched,
+    theirs,
+    args,
+    second=False,
+    tolerance=None,
+    where="",
+    compiled=True,
+    modes=("jvp", "vjp"),
 ):
     """See `claims` and `check_derivatives`: one, or none where nothing has derivatives.
 
@@ -331,7 +340,8 @@ def claims_of_derivatives(
     def derivatives(f):
         f = partial(values, f)
         pull = lambda *xs: jax.vjp(f, *xs)[1](cotangents)
-        ways = {"jvp": lambda *xs: jax.jvp(f, xs, tangents), "vjp": pull}
+        both = {"jvp": lambda *xs: jax.jvp(f, xs, tangents), "vjp": pull}
+        ways = {mode: both[mode] for mode in modes}
         if second:
             ways["jvp of vjp"] = lambda *xs: jax.jvp(pull, xs, tangents)[1]
         return together(ways)
