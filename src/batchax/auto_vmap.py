@@ -311,7 +311,6 @@ def _is_leaf(x: Value) -> bool:
 
 
 def _is_numbers(x: Value) -> bool:
-    """Whether `x` is a list of numbers, or of such lists; a tuple is a tree."""
     if not isinstance(x, list) or not x:
         return False
     return all(isinstance(e, (bool, int, float, complex, np.generic)) or _is_numbers(e) for e in x)

@@ -278,7 +278,6 @@ class _Comparison:
         return jax.vjp(of_points, *(leaves[i] for i in self._smooth))
 
     def _alone(self, lanes: Sequence[int], leaf: int, cotangents: Value) -> None:
-        """Raises an error if another lane has a cotangent."""
         size = np.abs(np.asarray(cotangents)).reshape(len(cotangents), -1).max(1, initial=0)
         size[list(lanes)] = 0
         if size.any():
@@ -299,7 +298,6 @@ class _Comparison:
 
 
 def _parts_of(tree: Tree) -> tuple[list[tuple[str, Any]], Any]:
-    """Returns the leaves of a tree with their paths in it, and its structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     return [(jax.tree_util.keystr(keys), x) for keys, x in leaves], structure
 

@@ -217,7 +217,6 @@ def _check_differentiable(name: str, tree: Tree) -> None:
 
 
 def _check_norm(max_norm: float | jax.Array) -> None:
-    """Raises an error for a norm that is not a positive number."""
     if isinstance(max_norm, Tracer):
         return
     if (

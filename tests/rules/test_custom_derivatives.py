@@ -15,7 +15,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 
 import batchax as bx
-from batchax.errors import UnsupportedError
 
 from support.derivative_rules import tripled_jvp
 from support.high_operations import OLD
@@ -339,19 +338,6 @@ def test_optimize_remat():
         agree(jax.grad(ours, (0, 1)), jax.grad(jaxs, (0, 1)), X, W)
     per_example = jax.grad(lambda x, w: jax.checkpoint(f)(x, w).sum(), (0, 1))
     agree(bx.vmap(per_example, in_axes), jax.vmap(per_example, in_axes), X, W)
-
-
-def test_a_forward_rule_that_is_not_the_function_is_refused_where_that_runs_in_its_place():
-    f = jax.custom_vjp(lambda x, w: jnp.sin(x))
-    f.defvjp(lambda x, w: (jnp.sin(w), w), lambda w, c: (c, w), optimize_remat=True)
-    batched = bx.vmap(jax.checkpoint(lambda x: f(x, 2.0)))
-    if "vjp" in NEXT:  # jax_remat3 never runs it in the function's place
-        value, gradient = jax.value_and_grad(lambda x: batched(x).sum())(X[:, 0])
-        same(gradient, jnp.ones_like(X[:, 0]))
-        same(value, jnp.sin(X[:, 0]).sum())
-        return
-    with pytest.raises(UnsupportedError, match="an unbatched output, but the function"):
-        jax.grad(lambda x: batched(x).sum())(X[:, 0])
 
 
 def test_a_rule_alone_uses_the_name_of_the_axis():

@@ -147,7 +147,6 @@ def does_more_than_show(effects: Effects) -> bool:
 
 
 def checks(effects: Effects) -> bool:
-    """Returns whether there is a runtime check of ``checkify``."""
     return any(type(e).__name__ == "ErrorEffect" for e in effects)
 
 
@@ -169,7 +168,6 @@ def is_reference(x: Value) -> bool:
 
 
 def makes_references(effects: Effects) -> bool:
-    """Returns whether a program with these effects creates references."""
     return any(type(e).__name__ == "InternalMutableArrayEffect" for e in effects)
 
 

@@ -76,7 +76,6 @@ def scalar_like(aval: Aval, dtype: np.dtype[Any]) -> Aval:
 
 
 def filled(aval: Aval, value: Value, dtype: np.dtype[Any] | None = None) -> Value:
-    """Fills an array with the shape and sharding of a type."""
     # Since JAX 0.12, ``lax.full`` omits the mesh if nothing is sharded over it.
     dtype, sharding = dtype or aval.dtype, aval.sharding
     if sharding.mesh.empty:

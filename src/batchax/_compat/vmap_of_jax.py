@@ -22,7 +22,6 @@ from batchax._compat.types import Dim, Primitive, Value
 
 
 def jax_has_rule(primitive: Primitive) -> bool:
-    """Returns whether JAX itself can batch `primitive`."""
     return primitive in batching.fancy_primitive_batchers or primitive.name in {
         "custom_jvp_call",
         "custom_vjp_call",

@@ -158,7 +158,6 @@ class _Labelled(NamedTuple):
 
     @property
     def own(self) -> tuple[int, ...]:
-        """Returns the labels without that of lanes."""
         return tuple(n for n in self.labels if n != _LANES)
 
     @property

@@ -229,7 +229,6 @@ class _Call:
         return split_pair(where, self.rules.jvp(values, directions), "out, out_tangent", meaning)
 
     def forward(self, *operands: Value) -> tuple[Any, _Residuals]:
-        """Runs the user's forward pass."""
         assert self.rules.fwd is not None
         args, kwargs = self.arguments.rebuild(operands)
         where = f"the rule fwd given to {self.name}.def_vjp"

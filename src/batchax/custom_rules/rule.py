@@ -68,7 +68,6 @@ class Arguments:
 
     @property
     def trees(self) -> list[Any]:
-        """Returns the structure of each argument, in that order."""
         args, _, kwargs = self.tree.children()
         return [*args.children(), *kwargs.children()]
 
@@ -227,7 +226,6 @@ class UserRule:
 
     @property
     def called(self) -> str:
-        """Returns where the function is called, as part of a message."""
         line = _compat.user_line(self.source)
         return f" (called at {line})" if line else ""
 

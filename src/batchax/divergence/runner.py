@@ -88,7 +88,6 @@ class Runner(Request):
         return replace(self, nesting=self.nesting - 1)
 
     def with_max_width(self, width: int) -> Runner:
-        """As this, with no more than so many lanes at a time."""
         return replace(self, max_width=width)
 
     def decide(self, control_flow: ControlFlow) -> Decision:

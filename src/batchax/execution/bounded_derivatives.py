@@ -128,7 +128,6 @@ class _Derivative:
 
     @property
     def outputs(self) -> list[int]:
-        """Returns which results of a step have tangents."""
         return [*self.carry, *(self.form.n_carry + i for i in self.ys)]
 
     def _split(self, residuals: Values) -> tuple[Any, ...]:

@@ -618,7 +618,6 @@ def _kept(
 
 
 def how_wanted(v: Any, spec: Any) -> int | Reduce:
-    """Returns how an output is wanted if it depends on the batch."""
     return spec if isinstance(spec, Reduce) else _position_wanted(v, spec)
 
 

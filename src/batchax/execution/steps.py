@@ -38,7 +38,6 @@ from batchax.rules.loops import settle
 
 
 def entry_axis(position: Position, steps_axis: int) -> Position:
-    """Returns the batch axis of an entry, from that of an array of entries."""
     return position if position is None or position <= steps_axis else position - 1
 
 

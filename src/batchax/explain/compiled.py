@@ -139,7 +139,6 @@ def count_steps(
 
 
 def steps_unknown(equations: Mapping[str, Equation], why: str) -> tuple[StepCount, ...]:
-    """Lists the counts of all loops and branches, where nothing is counted."""
     shown = (e for e in equations.values() if e.primitive in _SHOWN)
     return tuple(c for eqn in shown for c in _each(eqn, {}, {}, {}, 0, why))
 

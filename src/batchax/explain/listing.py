@@ -519,7 +519,6 @@ def source_of(eqn: Eqn, around: Source | None) -> Source:
 
 
 def _program_of(part: Entry) -> Jaxpr:
-    """Returns the program that an equation inside another is part of."""
     run = part.records[0].run
     assert run is not None
     return run.program

@@ -269,7 +269,6 @@ def show_way(way: int | str | None) -> str:
 
 
 def show_options(options: Mapping[str, Any]) -> str:
-    """Writes options as they are given: "divergence='compact'"."""
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 

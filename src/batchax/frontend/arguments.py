@@ -68,7 +68,6 @@ class Mapped:
 
     @property
     def lanes(self) -> int | None:
-        """Returns how many lanes there are, if it says so."""
         return None if self.axis is None else self.value.shape[self.axis]
 
     def with_own_axis(self: Self) -> Self | None:

@@ -352,7 +352,6 @@ class ProgramRun:
     kept: dict[int, Any] = field(default_factory=dict)
 
     def reads(self, eqn: Eqn) -> tuple[bool, ...]:
-        """Returns which results of an equation are read in this run."""
         if "read" not in self.found:
             outvars = self.jaxpr.outvars
             outs = variables_in(outvars if self.read is None else compress(outvars, self.read))

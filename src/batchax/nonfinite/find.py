@@ -290,12 +290,10 @@ class Program:
     def shown(
         self, place: int, views: Sequence[np.ndarray], watch: Watch | None = None
     ) -> list[str]:
-        """Returns the operands of an equation, for people."""
         types = operand_types(self.places.place(place).eqn, watch)
         return [_shown(t, x) for t, x in zip(types, views, strict=True)]
 
     def _where(self, place: int) -> str:
-        """Returns the line of an equation, or an argument."""
         if place > 0:
             return self.places.place(place).line
         if place < -len(self.inputs):

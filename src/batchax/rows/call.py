@@ -708,7 +708,6 @@ class RowCall(Call):
         )
 
     def with_rows(self, lengths: Sequence[Any], arrays: Values) -> RowCall:
-        """The same call of other rows, with such lengths for each size."""
         given = {size.name: x for size, x in zip(self.sizes, lengths, strict=True)}
         mapped = [
             _put(m, x, tuple(given[size.name] for size in own) or None)

@@ -81,7 +81,6 @@ class PackedRows:
         return [x.lengths for x in index], [x.bound for x in index]
 
     def merged(self, names: Names) -> PackedRows:
-        """These rows, with one axis in place of several."""
         lengths, bounds = self._several(names)
         index = RowIndex.of(math.prod(lengths), self.room[names], math.prod(bounds))
         return PackedRows(self.axis, {str(merged_size(names)): index})

@@ -79,7 +79,6 @@ class Sizes:
     _sizes: dict[Any, Any] = field(default_factory=dict)
 
     def bound(self, dim: Dim) -> int:
-        """The greatest size that the expression `dim` may have."""
         if not is_symbolic(dim):
             return int(dim)
         if dim not in self._bounds:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from jax.core import eval_jaxpr
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.errors import AxisError, UnsupportedError
+from batchax.errors import AxisError
 from batchax.jaxprs.bodies import Anywhere, bind_call
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import body_parameter, enter, facts_of
@@ -23,7 +22,7 @@ from batchax.jaxprs.types import ClosedJaxpr, Eqn, Tree, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, RuleOutputs, move_axis
 from batchax.kernel.captured import Captured, program_behind
-from batchax.kernel.inner import ANYWHERE, batch_inner
+from batchax.kernel.inner import batch_inner
 from batchax.kernel.interpreter import Place, interpret
 from batchax.kernel.named_axes import varying_of, without_mesh
 from batchax.kernel.own_primitive import own_primitive
@@ -303,50 +302,6 @@ def _linear_call(
         forward, transpose, list(args[:first_linear]), list(args[first_linear:])
     )
     return outs, out_axes
-
-
-@register_rule("remat_opt")
-def _remat_opt(
-    axis: Axis,
-    args: Values,
-    axes: Positions,
-    /,
-    *,
-    num_consts: int,
-    num_res: int,
-    fwd_jaxpr: ClosedJaxpr,
-    fun_jaxpr_thunk: Callable[..., Any],
-) -> RuleOutputs:
-    varying = varying_of(args[num_consts:])  # rules that live on must not hold values
-    forward, out_axes = batch_inner(axis, fwd_jaxpr, axes, varying=varying_of(args))
-    (forward,), consts = _compat.hoist_constants(forward)
-
-    # JAX asks for the function only if its derivative is not taken, possibly several times.
-    @functools.cache
-    def function() -> tuple[Any, Sequence[Any]]:
-        body = _compat.close(*fun_jaxpr_thunk())
-        places = [ANYWHERE if a is None else a for a in out_axes[num_res:]]
-        body, got = batch_inner(axis, body, axes[num_consts:], places, varying)
-        if tuple(got) != tuple(out_axes[num_res:]):
-            raise UnsupportedError(
-                "the forward rule of a custom_vjp function (optimize_remat=True) returns an "
-                "unbatched output, but the function returns a batched one. Return a value for "
-                "each example."
-            )
-        return _compat.opened(body)
-
-    outs = _remat_opt_p.bind(
-        *consts,
-        *args,
-        num_consts=num_consts + len(consts),
-        num_res=num_res,
-        fwd_jaxpr=forward,
-        fun_jaxpr_thunk=function,
-    )
-    return outs, out_axes
-
-
-_remat_opt_p: Any = _compat.find_primitive("remat_opt")
 
 
 @register_rule("call_hi_primitive")

@@ -254,7 +254,6 @@ def _transpose(cotangent: Value, active: Value, x: Value, *, depth: int, fill: s
 
 
 def _cut(tangent: Value, active: Value, depth: int) -> Value:
-    """Zeroes a tangent or cotangent in masked lanes."""
     if type(tangent) is ad.Zero:
         return tangent
     return safe_lanes_p.bind(active, tangent, depth=depth, fill="zero")

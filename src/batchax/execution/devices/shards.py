@@ -73,7 +73,6 @@ class Shards:
 
     @property
     def most_repeated(self) -> int:
-        """Returns the number of repeated lanes on the shard that has most of them."""
         return self.each - min(map(len, self.of_each))
 
     def own_lanes(self) -> Value:
@@ -99,7 +98,6 @@ class Shards:
         return lax.dynamic_slice_in_dim(x, first, self.each, axis)
 
     def gathered(self, x: Value, axis: int) -> Value:
-        """Gathers the lanes of all shards, inside ``shard_map``."""
         exchange = functools.partial(lax.all_gather, axis_name=self.names, axis=axis, tiled=True)
         return in_parts(exchange, x)
 

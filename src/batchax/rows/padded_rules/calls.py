@@ -144,7 +144,6 @@ class SizedCall:
         return cls(op, operands.emptied(), tuple(sizes.values)), values
 
     def opened(self, values: Values) -> tuple[Operation, list[Row]]:
-        """The equation and its operands, where the call has these `values`."""
         count = len(self.names)
         sizes = self.op.sizes.inside(dict(zip(self.names, values[:count], strict=True)))
         return Operation(self.op.eqn, sizes), self.operands.filled_in(values[count:])
