@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ParamSpec, Unpack, cast
 
 from batchax import _compat
@@ -11,7 +12,7 @@ from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import argument_names, check_in_axes
 from batchax.frontend.options import check_callable, wraps
 from batchax.jaxprs.types import AxesTree, Tree
-from batchax.nonfinite.find import NonFinite, check_fits, find, find_whole
+from batchax.nonfinite.find import NonFinite, calls_vmap, check_fits, find, find_whole
 from batchax.vmap import Options, find_vmap
 
 P = ParamSpec("P")
@@ -43,8 +44,10 @@ def find_nonfinite(
 
     Args:
       fun: A function of one example, as for `vmap`. Or, without other arguments, the result of
-        `vmap`, or a function that contains a `vmap`, such as the gradient of a mean over lanes.
-      in_axes: As for `vmap`.
+        `vmap`, or of `jax.jit`, `jax.grad`, and the like of it.
+      in_axes: As for `vmap`. None: `fun` takes the whole batch and calls a `vmap`, such as the
+        gradient of a mean over lanes. By default, such a function is taken for one of one example
+        if it can be: then the findings are `ambiguous`.
       **options: Options of `vmap`, such as `batch_size`, `axis_name`, or `mesh`. `out_axes` has no
         effect.
 
@@ -58,7 +61,8 @@ def find_nonfinite(
     """
     check_callable("find_nonfinite", "a function of one example", fun)
     check_in_axes(fun, in_axes, "find_nonfinite")
-    inside = find_vmap(fun) if (in_axes, options) == (0, {}) else None
+    plain = (in_axes, options) == (0, {})
+    inside = None if options or not (plain or in_axes is None) else find_vmap(fun, in_axes)
     names = lambda args: argument_names(fun, len(args))
 
     @wraps(fun)
@@ -69,15 +73,13 @@ def find_nonfinite(
             try:
                 check_fits(*call)
             except Exception:
-                # Not a function of one example, but perhaps one that contains a `vmap`.
-                if (in_axes, options) == (0, {}):
-                    # `jit` around all of it would remember a program without notes.
-                    jitted = hasattr(fun, "lower")
-                    whole = getattr(fun, "__wrapped__", fun) if jitted else fun
+                # Not a function of one example, but perhaps one that calls a `vmap`.
+                if plain and (within := find_vmap(fun, None)) is not None:
+                    of_whole = within.whole, args, kwargs, names(args), not within.jitted
                     with contextlib.suppress(Exception):
-                        return find_whole(whole, args, kwargs, names(args), not jitted)
+                        return find_whole(*of_whole)
                 raise
-            return find(*call)
+            return replace(find(*call), ambiguous=plain and calls_vmap(fun, args, kwargs))
         lengths_known = not inside.jitted
         if inside.alone:
             given = {k: v for k, v in inside.options.items() if k not in ("in_axes", "progress")}

@@ -342,7 +342,7 @@ class VmapInside:
     """A `vmap` that a function is made of, as `find_vmap` sees it.
 
     Attributes:
-      fun: The function of one example.
+      fun: The function of one example; `whole` if that calls a `vmap`.
       options: What `vmap` was given: `in_axes`, `out_axes` and options that are not the default.
       whole: The function that was looked at, without a `jax.jit` around all of it, which would
         remember a program.
@@ -357,16 +357,21 @@ class VmapInside:
     alone: bool
 
 
-def find_vmap(fun: Callable[..., Any]) -> VmapInside | None:
+def find_vmap(fun: Callable[..., Any], in_axes: AxesTree = 0) -> VmapInside | None:
     """The `vmap` in what `vmap` returned, or in what `jax.jit`, `jax.grad` and the like made of it.
 
-    None if there is none to be seen from outside.
+    With `in_axes` None, which says that `fun` takes the whole batch, one that it calls, too. None
+    if there is none to be seen from outside.
     """
     whole = inner = fun
     while (made := _made_by_vmap(inner)) is None:
         within = inner.func if isinstance(inner, partial) else getattr(inner, "__wrapped__", None)
         if within is None:
-            return None
+            if in_axes is not None:
+                return None
+            jitted = hasattr(fun, "lower")
+            whole = getattr(fun, "__wrapped__", fun) if jitted else fun
+            return VmapInside(whole, {"in_axes": None, "out_axes": 0}, whole, jitted, False)
         if whole is inner and hasattr(inner, "lower"):
             whole = within
         inner = within

@@ -75,6 +75,81 @@ def test_lanes_are_masked_on_other_platforms(fun, platform):
     assert moved(others[0])["while"] == moved(others[1])["while"]
 
 
+def tangents(vmap, fun):
+    return lambda count, x: jax.jvp(lambda x: vmap(fun)(count, x), (x,), (x,))[1]
+
+
+def gradients(vmap, fun):
+    return lambda count, x: jax.grad(lambda x: jnp.sum(vmap(fun)(count, x) ** 2))(x)
+
+
+def gradients_of_lanes(vmap, fun):
+    return vmap(jax.grad(lambda count, x: jnp.sum(fun(count, x) ** 2), argnums=1))
+
+
+def checkpointed(vmap, fun):
+    return gradients(vmap, jax.checkpoint(fun))
+
+
+def second(vmap, fun):
+    first = gradients(vmap, fun)
+    return lambda count, x: jax.jvp(lambda x: first(count, x), (x,), (x,))[1]
+
+
+def of_two_axes(vmap, fun):
+    both = lambda fun: jax.vmap(vmap(fun), (None, 0))
+    return lambda count, x: gradients(both, fun)(count, jnp.stack([x, -x]))
+
+
+def until_of_exported(count, x):
+    step = lambda x, _: (jnp.tanh(x), x)
+    xs = jnp.zeros(20)
+    return bx.scan(step, until=lambda x: x[0] < 1 / (1 + count))(x, xs)[1].sum(0)
+
+
+def scan_of_bounded(count, x):
+    step = lambda x, k: (bounded_of_exported((count + k) % 5, x), None)
+    return lax.scan(step, x, jnp.arange(3))[0]
+
+
+DERIVATIVES = [
+    (tangents, loop),
+    (tangents, nested),
+    (tangents, until_of_exported),
+    *((of, bounded_of_exported) for of in (tangents, gradients, gradients_of_lanes)),
+    *((of, bounded_of_exported) for of in (checkpointed, second, of_two_axes)),
+    (gradients, until_of_exported),
+    (gradients_of_lanes, scan_of_bounded),
+]
+
+
+def but_for_platforms(text):
+    """How many operations loop, branch, or move lanes, but for the branches that are platforms."""
+    return moved(text) - Counter({"case": moved(text)["case"]})
+
+
+@pytest.mark.parametrize(("of", "fun"), DERIVATIVES)
+def test_lanes_are_masked_in_derivatives_on_other_platforms(of, fun):
+    args = COUNTS, POINTS
+    masked = of(lambda fun: bx.vmap(fun, divergence="predicate"), fun)
+    expected = but_for_platforms(exported(masked, args, "cuda").mlir_module())
+    lanes = of(lambda fun: bx.vmap(fun, divergence=FORCED), fun)
+    for platform in ("cuda", "rocm", "tpu"):
+        there = exported(lanes, args, platform).mlir_module()
+        assert but_for_platforms(there) == expected, platform
+    here = exported(lanes, args, "cpu").mlir_module()
+    assert fun in (nested, scan_of_bounded) or but_for_platforms(here) != expected
+
+
+@pytest.mark.parametrize("of", [gradients, gradients_of_lanes])
+def test_derivatives_are_the_same_in_a_program_of_several_platforms(of):
+    args = COUNTS, POINTS
+    lanes = of(lambda fun: bx.vmap(fun, divergence=FORCED), bounded_of_exported)
+    masked = of(lambda fun: bx.vmap(fun, divergence="predicate"), bounded_of_exported)
+    both = exported(lanes, args, "cpu", "cuda")
+    np.testing.assert_allclose(both.call(*args), jax.jit(masked)(*args), rtol=2e-5)
+
+
 def test_each_platform_has_its_own_program():
     args = COUNTS, POINTS
     lanes = bx.vmap(in_a_branch, divergence=FORCED)

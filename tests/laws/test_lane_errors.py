@@ -63,17 +63,10 @@ def test_errors_under_a_transformation_and_of_a_late_lane(around, monkeypatch):
     assert "too large" in str(errors[1])
 
 
-def test_over_a_mesh():
-    """In a process of its own: there JAX raises the error again at each `jax.effects_barrier`."""
-    program = """
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-import batchax as bx, equinox as eqx, jax.numpy as jnp
-try:
-    bx.vmap(lambda x: eqx.error_if(x, x > 2, "too large") * 2, mesh="all")(jnp.arange(4.0))
-except Exception as error:
-    print(type(error).__name__, error)
-"""
+def errors_in_a_process(program):
+    """What a program prints, in a process of its own: there JAX raises such an error again at each
+    `jax.effects_barrier`.
+    """
     environment = {**os.environ, "EQX_ON_ERROR": "raise", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -82,8 +75,57 @@ except Exception as error:
         text=True,
         timeout=900,
     )
-    assert done.stdout.split()[0] == "EquinoxRuntimeError", done.stderr
-    assert "too large" in done.stdout
+    assert done.stdout, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_errors_of_operations_that_wait_for_others():
+    """JAX runs them when their operands are there, which may be after the call."""
+    program = """
+import batchax as bx, equinox as eqx, jax, jax.numpy as jnp
+
+@jax.jit
+def late(x):
+    ones = jnp.ones((700, 700), "float32")
+    return x + 0 * jax.lax.fori_loop(0, 60, lambda _, y: y @ y * 1e-3, ones)[0, 0]
+
+checked = lambda x: eqx.error_if(x, x > 2, "too large") * 2
+xs = jnp.arange(4.0, dtype="float32")
+pairs = lambda vmap: lambda xs: vmap(bx.vmap(checked))(xs.reshape(2, 2))
+late(xs).block_until_ready()
+for run in (
+    bx.vmap(checked),
+    pairs(bx.vmap),
+    pairs(jax.vmap),
+    jax.grad(lambda xs: bx.vmap(checked)(xs).sum()),
+    bx.vmap(jax.grad(lambda x: checked(x) ** 2)),
+):
+    try:
+        jax.block_until_ready(run(late(xs)))
+    except Exception as error:
+        print(type(error).__name__, "too large" in str(error))
+"""
+    assert errors_in_a_process(program) == ["EquinoxRuntimeError True"] * 5
+
+
+def test_a_check_of_an_unused_value_is_not_made():
+    """As in `jit`: what no result needs is not computed. The derivative needs no value here."""
+    xs = jnp.arange(4.0)
+    for run in (bx.vmap(jax.grad(checked)), jax.jit(jax.vmap(jax.grad(checked)))):
+        assert run(xs).tolist() == [2, 2, 2, 2]
+
+
+def test_over_a_mesh():
+    program = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import batchax as bx, equinox as eqx, jax.numpy as jnp
+try:
+    bx.vmap(lambda x: eqx.error_if(x, x > 2, "too large") * 2, mesh="all")(jnp.arange(4.0))
+except Exception as error:
+    print(type(error).__name__, "too large" in str(error))
+"""
+    assert errors_in_a_process(program) == ["EquinoxRuntimeError True"]
 
 
 def test_errors_of_callbacks_are_those_of_jax():

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax.lax import linalg as ll
 
+import batchax as bx
+
 from support.matrices import (
     DTYPES,
     error,
@@ -231,6 +233,21 @@ def test_what_is_not_finite_is_nan_in_its_lane_alone():
         assert np.isnan(mixed[..., ::2]).all()
         np.testing.assert_array_equal(alone[..., 1::2], mixed[..., 1::2])
     np.testing.assert_allclose(values(wrong)[0], run(wrong)[0], rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("fun", [jnp.linalg.pinv, jnp.linalg.eigvalsh])
+def test_an_infinity_is_nan_wherever_it_is(fun):
+    """What LAPACK makes of one depends on its place: zeros, NaN, or it never returns."""
+    x = np.tile(np.eye(3, dtype="float32") + 1, (5000, 1, 1))
+    places = list(itertools.product(range(3), repeat=2))
+    for k, (i, j) in enumerate(places):
+        x[k, i, j] = x[k, j, i] = (-1) ** k * np.inf
+    x[len(places)] = np.inf
+    found = np.asarray(jax.jit(bx.vmap(fun))(x))
+    wrong = np.arange(len(x)) <= len(places)
+    others = tuple(range(1, found.ndim))
+    np.testing.assert_array_equal(np.isnan(found).all(others), wrong)
+    np.testing.assert_array_equal(np.isnan(found).any(others), wrong)
 
 
 triangular_solve = functools.partial(lanes_last, "triangular_solve")

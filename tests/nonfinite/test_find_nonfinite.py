@@ -415,3 +415,42 @@ def test_loops_nests_and_rows_around_and_inside():
         found = bx.find_nonfinite(fun)(w, rows)
         assert found.lanes.tolist() == [0, 2]
         assert found.faults[0].primitive == "log"
+
+
+def root_mean(xs):
+    """Of a whole batch, and of one row of it: the vmap inside then has its elements as lanes."""
+    return bx.vmap(lambda x: jnp.sqrt(x).sum())(xs).mean()
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_a_function_of_the_whole_batch_that_takes_a_row_as_well(jit):
+    xs = jnp.ones((5, 3), FLOAT).at[3, 1].set(0).at[3, 2].set(0)
+    gradient = jit(jax.grad(root_mean))
+    whole = bx.find_nonfinite(gradient, in_axes=None)(xs)
+    assert (whole.lanes.tolist(), whole.size, whole.whole) == ([3], 5, True)
+    assert not whole.ambiguous
+    # Without it, each row is an example: its element of the batch of one row is the lane.
+    rows = bx.find_nonfinite(gradient)(xs)
+    assert rows.ambiguous
+    assert str(rows).endswith("If it takes the whole batch, pass in_axes=None.")
+    assert bx.find_nonfinite(gradient)(jnp.ones((5, 3), FLOAT)).ambiguous
+    assert bx.explain(gradient, in_axes=None, compile=False)(xs).lanes == 5
+
+
+def test_no_vmap_inside_is_not_ambiguous():
+    xs = jnp.zeros((5, 3), FLOAT)
+    assert not bx.find_nonfinite(jax.grad(lambda x: jnp.sqrt(x).sum()))(xs).ambiguous
+    heads = lambda x: bx.vmap(lambda row: row @ jnp.ones(3, FLOAT))(jnp.reshape(x, (1, 3)))
+    assert not bx.find_nonfinite(heads)(xs).ambiguous
+    with pytest.raises(bx.ArgumentTypeError, match="find_nonfinite found no vmap"):
+        bx.find_nonfinite(jnp.sqrt, in_axes=None)(xs)
+    assert bx.find_nonfinite(bx.vmap(jnp.log), in_axes=None)(jnp.zeros(2)).lanes.tolist() == [0, 1]
+
+
+def test_explain_of_a_function_that_calls_a_vmap():
+    loss = lambda w, xs: bx.vmap(lambda x: w * jnp.sin(x))(xs).mean()
+    explanation = bx.explain(jax.grad(loss), in_axes=None, compile=False)(2.0, jnp.ones(7))
+    assert explanation.lanes == 7
+    assert "sin" in [eqn.primitive for eqn in explanation.walk()]
+    with pytest.raises(bx.ArgumentTypeError, match="explain found no vmap"):
+        bx.explain(jnp.sin, in_axes=None)(jnp.ones(7))

@@ -311,6 +311,14 @@ def value_of(tracer: jax.core.Tracer) -> jax.Array | None:
     return value if isinstance(value, jax.Array) else None
 
 
+def array_behind(x: Value) -> jax.Array | None:
+    """Returns the array that `x` is, or that a tracer of derivatives or batches holds, if any."""
+    # The attributes of tracers are private.
+    while isinstance(x, jax.core.Tracer):
+        x = getattr(x, "primal", getattr(x, "val", None))
+    return x if isinstance(x, jax.Array) else None
+
+
 def is_live(tracer: jax.core.Tracer) -> bool:
     """Returns whether the trace of `tracer` is active around the code that runs now."""
     # The trace of a tracer is not public.

@@ -49,6 +49,7 @@ from batchax.execution.chunk_loop import (
 )
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.slices import entry_of, with_derivative_of
+from batchax.jaxprs.own_primitives import as_decided
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, BoundedLoop, PlacedOutputs, Position, WhileLoop, match_axis
@@ -357,21 +358,31 @@ def bounded_divergent(
 
 
 def run_with_tail(apart: TailCompaction, loop: BoundedLoop) -> PlacedOutputs:
-    """The results of a bounded loop or a sweep whose lanes begin together, and end apart."""
+    """The results of a bounded loop or a sweep whose lanes begin together, and end apart.
+
+    On a platform that was not decided for, lanes are masked, unless the user asked.
+    """
     bare = replace(loop, args=())
 
     def build() -> tuple[Callable[..., list[Value]], list[Position]]:
-        def run(args: Values) -> list[Any]:
-            given = replace(bare, args=args)
-            if isinstance(loop.form, SweepSignature):
-                placed = apart.sweep(given)
-            elif loop.test is None:
-                placed = apart.counted(given)
-            else:
-                placed = apart.loop(given, _windows(apart, given))
-            outs, at = placed
-            positions[:] = at
+        def placed(of: Callable[[BoundedLoop], PlacedOutputs], *args: Value) -> list[Any]:
+            outs, positions[:] = of(replace(bare, args=args))  # the same, masked or not
             return outs
+
+        def decided(given: BoundedLoop) -> PlacedOutputs:
+            if isinstance(loop.form, SweepSignature):
+                return apart.sweep(given)
+            if loop.test is None:
+                return apart.counted(given)
+            return apart.loop(given, _windows(apart, given))
+
+        def masked(given: BoundedLoop) -> PlacedOutputs:
+            with recording.paused(apart.axis):
+                return every_step(apart.axis, given)
+
+        def run(args: Values) -> list[Any]:
+            ways = functools.partial(placed, decided), functools.partial(placed, masked)
+            return ways[0](*args) if apart.at_once else as_decided(*ways, args)
 
         # Compiled as one program, in which what only derivatives need is dropped.
         positions: list[Any] = []

@@ -38,6 +38,7 @@ from batchax.execution.call import without_references
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
 from batchax.execution.slices import entry_of, put_entry
+from batchax.jaxprs.own_primitives import as_decided
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Tree, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
@@ -168,7 +169,9 @@ class DivergentLoop:
         """
         if isinstance(self.plan, Tiles | Alone):
             return self.masked(*operands)
-        return eval_jaxpr(program.jaxpr, program.consts, *operands)
+        run = functools.partial(eval_jaxpr, program.jaxpr, program.consts)
+        alike = self.axis.divergence.explicit or isinstance(self.plan, Masked)
+        return run(*operands) if alike else as_decided(run, self.masked, operands)
 
     def run(self, *operands: Value) -> list[Any]:
         """The last carry, from the operands besides the carry and the first carry."""

@@ -29,7 +29,7 @@ from batchax.cache import Cache
 from batchax.contractions.contracted import factored, run_adding
 from batchax.contractions.deferred import DeferredContraction
 from batchax.errors import UnsupportedError
-from batchax.execution.eager import compiled_whole
+from batchax.execution.eager import compiled_whole, may_call_python
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.in_axes import SpecifiedLeaf, is_array
 from batchax.frontend.outputs import (
@@ -287,8 +287,20 @@ def execute(call: Call) -> Outputs:
             arrays, said = hide_from_debug_nans(evaluate, call.values, WHOLE)
         else:
             arrays, said = evaluate(*call.values)
+        _raise_here(call, arrays)
         outs, outputs = strategy.finish(call, arrays, said)
     return list(map(as_array, outs)), outputs
+
+
+def _raise_here(call: Call, arrays: Values) -> None:
+    """Raises errors of host callbacks outside of `jit` in the call, not where results are read.
+
+    JAX runs an operation later if it waits for one from before, and then no caller of the function
+    could handle the error.
+    """
+    computed = [x for x in map(_compat.array_behind, arrays) if x is not None]
+    if computed and may_call_python.in_program(call.staged):
+        jax.block_until_ready(computed)
 
 
 def _evaluated(call: Call, values: Values) -> tuple[list[Value], Any]:

@@ -33,7 +33,6 @@ from batchax.execution.devices.shards import (
     sharding_of,
     with_shared_in_parts,
 )
-from batchax.execution.eager import may_call_python
 from batchax.execution.memory import Auto
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs
@@ -159,8 +158,6 @@ class OnDevices(Strategy):
         return said.same
 
     def finish(self, call: Call, arrays: list[Value], said: Any) -> Outputs:
-        if not call.traced and may_call_python.in_program(call.staged):
-            jax.block_until_ready(arrays)  # errors of host callbacks are raised here, in the call
         return arrays, said.outputs or call.outputs
 
 

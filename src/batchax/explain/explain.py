@@ -157,7 +157,8 @@ def explain(
       fun: A function of one example. Or, without other arguments, the result of `vmap`, or of
         `jax.jit`, `jax.grad`, and the like of it. The cost of a gradient counts for the lines of
         the function.
-      in_axes, out_axes: As for `vmap`.
+      in_axes, out_axes: As for `vmap`. With `in_axes` None and no other arguments, `fun` takes the
+        whole batch and calls a `vmap`.
       compile: Whether to compile the batched program, for the peak memory and some findings. It
         takes most of the time.
       measure: Whether to run the batched function, and to time it next to a loop over examples,
@@ -180,7 +181,8 @@ def explain(
     check_in_axes(fun, in_axes, "explain")
     check_out_axes(out_axes)
     check_flags(compile=compile, measure=measure)
-    inside = find_vmap(fun) if (in_axes, out_axes, vmap_options) == (0, 0, {}) else None
+    plain = in_axes in (0, None) and (out_axes, vmap_options) == (0, {})
+    inside = find_vmap(fun, in_axes) if plain else None
     if inside is None:
         batched = vmap(fun, in_axes, out_axes, **vmap_options)
         ways = _Ways(fun, in_axes, out_axes, dict(vmap_options))

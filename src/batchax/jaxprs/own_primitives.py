@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh
 
 from batchax import _compat
 from batchax.cache import Cache
-from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, HighOperation, Value
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, HighOperation, Value, Values
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,19 @@ def stands_for(
 
 
 _PLATFORMS = ("cpu", "gpu", "tpu")
+
+
+def as_decided(
+    decided: Callable[..., list[Any]], elsewhere: Callable[..., list[Any]], operands: Values
+) -> list[Any]:
+    """Runs `decided` on the default platform, for which it was chosen, and `elsewhere` on others.
+
+    For operations whose derivative would leave out what a primitive runs `elsewhere`.
+    """
+    default = jax.default_backend()
+    names = ("cuda", "rocm") if default == "gpu" else (default,)
+    chosen = dict.fromkeys(names, decided)
+    return list(lax.platform_dependent(*operands, **chosen, default=elsewhere))
 
 
 def _lowering(primitive: _compat.Primitive, function: Callable[..., Any]) -> Callable[..., Any]:

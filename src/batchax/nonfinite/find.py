@@ -20,6 +20,7 @@ from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.error_format import spoken
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.types import Aval, AxesTree, Eqn, Tree, Value, Values
+from batchax.kernel.recording import Recorder
 from batchax.nonfinite.origins import (
     FIRST_LOOP,
     KIND,
@@ -40,7 +41,7 @@ from batchax.nonfinite.origins import (
 )
 from batchax.rows.ragged import Ragged
 from batchax.staging import Staged, stage
-from batchax.vmap import vmap
+from batchax.vmap import find_vmap, vmap
 
 _WITH_VALUES = 5  # lanes of which the operands are shown, and causes that are listed
 _NAMED = 8  # lanes of one cause that are numbered
@@ -129,6 +130,8 @@ class NonFinite:
       size: how many lanes there are.
       whole: Whether results are those of a function that contains a `vmap`. Then `lanes` are those
         that results get what is not finite from.
+      ambiguous: Whether the function was taken for one of one example, but calls a `vmap` and takes
+        the whole batch, too. If it is meant to take that, pass `in_axes=None`.
 
     Example:
       >>> found = bx.find_nonfinite(jnp.log)(jnp.array([1.0, 0.0, -1.0]))
@@ -142,13 +145,21 @@ class NonFinite:
     faults: Sequence[Fault]
     size: int
     whole: bool = False
+    ambiguous: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.faults)
 
     def __str__(self) -> str:
+        note = (
+            "The function calls a vmap, and was taken for one of one example. If it takes the "
+            "whole batch, pass in_axes=None."
+        )
+        return "\n".join([*self._lines(), *[note] * self.ambiguous])
+
+    def _lines(self) -> list[str]:
         if not self.faults:
-            return f"All results of {self.size:,} lanes are finite."
+            return [f"All results of {self.size:,} lanes are finite."]
         have = "make results" if self.whole else "have results"
         lines = [f"{len(self.lanes):,} of {self.size:,} lanes {have} that are not finite."]
         causes: dict[tuple[str, ...], list[Fault]] = {}
@@ -161,7 +172,7 @@ class NonFinite:
             lines.append(
                 f"{sum(map(len, left)):,} lanes for {len(left):,} other causes: see .faults"
             )
-        return "\n".join(lines)
+        return lines
 
 
 def causes_shown(faults: Sequence[tuple[Any, int, np.ndarray]]) -> list[tuple[Any, np.ndarray]]:
@@ -185,6 +196,18 @@ def check_fits(
     """Stages a call, so that `vmap` raises its errors for what does not fit."""
     check_untraced("find_nonfinite looks at values", (args, kwargs))
     jax.eval_shape(lambda: without_objects(vmap(fun, in_axes, **options)(*args, **kwargs)))
+
+
+def calls_vmap(fun: Callable[..., Any], args: tuple[Tree, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function takes these arguments as they are, and calls `vmap`."""
+    recorder, within = Recorder(), find_vmap(fun, None)
+    assert within is not None
+    try:
+        with recorder.active():
+            jax.eval_shape(lambda: without_objects(within.whole(*args, **kwargs)))
+    except Exception:  # the user's code may raise any, given a batch in place of an example
+        return False
+    return bool(recorder.facts)
 
 
 def find(
