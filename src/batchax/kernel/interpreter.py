@@ -6,7 +6,7 @@ once as it is; any other goes to the rule of its primitive. Rules emit ordinary 
 the trace that surrounds the call, so every JAX transformation composes from outside.
 
 A primitive without a rule gets that of JAX, through ``jax.vmap`` of the one equation. If JAX has
-none either, lanes run sequentially, with a warning.
+none either, or it raises NotImplementedError, lanes run sequentially, with a warning.
 
 A callback that is called in order (``ordered=True``) makes all calls of one example before those of
 the next. So lanes run sequentially from the first such callback to the last. As few equations as
@@ -17,7 +17,6 @@ The same holds for collectives.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,10 +68,13 @@ def run_without_rule(
     """Batches an equation without a rule here: by JAX's rule, or lane by lane."""
     primitive = eqn.primitive
     if _compat.jax_has_rule(primitive):
-        # Some rules are not for every operand, such as initial values of a reduction.
-        with contextlib.suppress(NotImplementedError):
+        try:
             outs, positions = by_rule_of_jax(axis, primitive, operands, operand_axes, eqn.params)
             return (outs, positions) if primitive.multiple_results else ([outs], [positions])
+        except NotImplementedError:
+            # Some rules do not take every operand, such as initial values of a reduction.
+            if uses_axis(axis, eqn):
+                raise
 
     if not recording.is_watched():  # if one is, `explain` has a finding for it
         _warn(axis, eqn)
