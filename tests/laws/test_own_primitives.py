@@ -21,8 +21,10 @@ from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.own_primitive import declared
+from batchax.rows.blocks import find_blocks
 from batchax.rows.dynamic_sizes import found_switch_p
 from batchax.rows.index import row_places
+from batchax.rows.places_where import places_where
 from batchax.rows.row_rules import call_later
 from batchax.rows.sizes import found_places_p
 from batchax.rules.calls import in_turn
@@ -223,6 +225,14 @@ AROUND = {
         lambda x: f(x) * jnp.argmax(x < TABLE),
     ),
     "found_switch": lambda f: (with_found_sizes(f), f),
+    "places_where": lambda f: (
+        lambda x: f(x) * places_where(x < TABLE, 2)[0],
+        lambda x: f(x) * jnp.argmax(x < TABLE),
+    ),
+    "rows_of_blocks": lambda f: (
+        lambda x: f(x) * find_blocks((x < TABLE[:2]).astype(np.int32), (1, 2), 3).held.sum(),
+        lambda x: 2 * f(x),
+    ),
     "row_places": lambda f: (
         lambda x: f(x) * row_places((x + TABLE[:2]).astype(np.int32), 4, 3)[1].sum(),
         lambda x: f(x) * jnp.minimum((x + TABLE[:2]).astype(np.int32).sum(), 4),

@@ -22,7 +22,9 @@ from batchax._compat import find_primitive
 from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import follow_p
+from batchax.rows.blocks import rows_of_blocks_p
 from batchax.rows.index import row_places_p
+from batchax.rows.places_where import places_where_p
 from batchax.rows.sizes import found_places_p
 from batchax.rules.callbacks import lane_calls_p
 from batchax.rules.calls import in_turn_p
@@ -458,6 +460,15 @@ def _own():
             "found_places": (
                 partial(found_places_p.bind, size=2, limit=None, called="batchax.compress"),
                 several(3, dtype=bool),
+            )
+        },
+        "rows.places_where": {
+            "places_where": (partial(places_where_p.bind, size=2), several(3, dtype=bool))
+        },
+        "rows.blocks": {
+            "rows_of_blocks": (
+                partial(rows_of_blocks_p.bind, capacity=(1, 2), blocks=3),
+                several(3, dtype=np.int32),
             )
         },
         "rows.index": {

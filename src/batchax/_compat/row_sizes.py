@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -114,8 +115,33 @@ def evaluate_size(dim: Dim, values: dict[str, Any]) -> Value:
     values = {k: v.astype(int) if hasattr(v, "astype") else v for k, v in values.items()}
     if any(isinstance(value, jax.core.Tracer) for value in values.values()):
         return dim._evaluate(values)
-    # A maximum of sizes is computed by JAX; the remainder by an empty row's is left undefined. JAX
-    # may ask for the type of an operation, and then nothing is traced or computed, since 0.12.
+    # The remainder by an empty row's is left undefined. JAX may ask for the type of an operation,
+    # and then nothing is traced or computed, since 0.12.
     with jax.core.eval_context(), np.errstate(divide="ignore"):
-        size = dim._evaluate(values)
+        size = _evaluate_known(dim, values)
     return np.asarray(size) if isinstance(size, jax.Array) else size
+
+
+def _evaluate_known(dim: Any, values: dict[str, Any]) -> Value:
+    """Evaluates a size in NumPy: JAX would compile each maximum, for each number of rows."""
+    total: Any = 0
+    for term, count in dim._sorted_terms:
+        product: Any = int(count)
+        for factor, power in term._factors:
+            own = values.get(factor.var)
+            if own is None and factor.var is not None:
+                own = factor.evaluate(values, dim.scope)  # one of another scope, or an error
+            elif own is None:
+                operands = (_evaluate_known(x, values) for x in factor.operands)
+                own = _OF_SIZES[factor.operation](*operands)
+            product = product * own ** int(power)
+        total = total + product
+    return total
+
+
+_OF_SIZES: dict[str, Callable[..., Any]] = {
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "max": np.maximum,
+    "min": np.minimum,
+}

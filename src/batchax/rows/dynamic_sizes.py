@@ -582,17 +582,20 @@ def run_found(program: ClosedJaxpr, rows: Sequence[Row]) -> tuple[Sizes, list[Ro
 
     def with_room(bound: Sequence[int]) -> ClosedJaxpr:
         def run(*values: Value) -> list[Any]:
-            own = Sizes({}, {}, at_most=dict(zip(names, bound, strict=True)))
-            given = {**at, **{v: Row(x, at[v].shape) for v, x in zip(moving, values, strict=True)}}
-            outs = run_padded(own, body, [], [given[v] for v in needed])
+            of_names, rest = values[: len(names)], values[len(names) :]
+            at_most, counted = (dict(zip(names, each, strict=True)) for each in (bound, of_names))
+            own = Sizes({}, {}, at_most=at_most, counted=counted)
+            inputs = {**at, **{v: Row(x, at[v].shape) for v, x in zip(moving, rest, strict=True)}}
+            outs = run_padded(own, body, [], [inputs[v] for v in needed])
             return [_whole(sizes, jnp.asarray(out.value), out.shape) for out in outs]
 
-        return _compat.stage(run, [jax.typeof(at[v].value) for v in moving])
+        return _compat.stage(run, list(map(jax.typeof, given)))
 
+    given = [*counts, *(at[v].value for v in moving)]
     programs = tuple(map(with_room, bounds))
     outs = found_switch_p.bind(
         jnp.stack(counts),
-        *(at[v].value for v in moving),
+        *given,
         programs=programs,
         bounds=tuple(map(tuple, bounds)),
     )

@@ -101,9 +101,11 @@ def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int
         row = lax.select(leaves, row + one, row)
         return row, place, element, (begin, size), (begins, sizes, rows, places)
 
-    arrays = [lax.full((size,), 0, np.int32) for size in (count, count, capacity, capacity)]
+    # XLA makes a function for each array that it fills with a number.
+    elements = lax.full((capacity,), 0, np.int32)
+    arrays = lengths, lengths, elements, elements
     steps = np.int32(count + capacity // _WINDOW + 1)
-    state = lax.fori_loop(zero, steps, step, (zero, zero, zero, (zero, zero), tuple(arrays)))
+    state = lax.fori_loop(zero, steps, step, (zero, zero, zero, (zero, zero), arrays))
     return list(state[-1])
 
 

@@ -238,8 +238,42 @@ def fold_known(eqn: Eqn, values: Values) -> list[Any] | None:
     avals = [v.aval for v in eqn.outvars]
     if programs_inside(eqn) or not all(map(_is_index, avals)):
         return None
+    arrays, in_numpy = list(map(np.asarray, values)), _IN_NUMPY.get(eqn.primitive.name)
+    if in_numpy is not None and all(x.dtype.kind in "iub" for x in arrays):
+        # JAX would compile each operation by itself, which takes longer than the rest of a trace.
+        with np.errstate(over="ignore"):
+            out = in_numpy(*arrays, **eqn.params)
+        return [np.asarray(out, avals[0].dtype).reshape(avals[0].shape)]
     with jax.ensure_compile_time_eval():
         return [np.asarray(x) for x in bind_equation(eqn, values)]
+
+
+def _broadcast(x: np.ndarray, *, shape: Sequence[int], broadcast_dimensions: Any, **_: Any) -> Any:
+    sizes = [1] * len(shape)
+    for own, at in zip(x.shape, broadcast_dimensions, strict=True):
+        sizes[at] = own
+    return np.broadcast_to(x.reshape(sizes), shape)
+
+
+_IN_NUMPY: dict[str, Callable[..., Any]] = {
+    "broadcast_in_dim": _broadcast,
+    "concatenate": lambda *xs, dimension: np.concatenate(xs, dimension),
+    **{
+        name: lambda *xs, of=of, **_: of(*xs)
+        for name, of in {
+            "add": np.add,
+            "convert_element_type": np.asarray,
+            "max": np.maximum,
+            "min": np.minimum,
+            "mul": np.multiply,
+            "neg": np.negative,
+            "sign": np.sign,
+            "squeeze": np.asarray,
+            "sub": np.subtract,
+        }.items()
+    },
+}
+"""Operations on integers that NumPy computes as JAX does."""
 
 
 _FEW = 16  # numbers that are computed when a program is read: indices, not arrays of data

@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_tangent_rule, with_values
+from batchax.rows.blocks import Places, find_blocks, taken
 from batchax.rows.buckets import Weight, fewer_boxes, lightest_groups
 from batchax.rows.groups import KnownGroups, of_one_row
 from batchax.rows.index import moved
@@ -107,6 +108,9 @@ _MOVED = 4  # places for each in blocks or packed rows: found by their indices, 
 _MOST_LOSS = 1.15  # at most, of the time of padded rows, if no length is shorter
 _WORTH_ON_CPU = 100_000.0  # nanoseconds of work, compared with which the start of a block is cheap
 _WORTH = 50_000_000.0  # the same where many rows run at a time
+_GAIN_OF_A_CLASS = (
+    0.9  # of the time with fewer classes: another one is compiled as long as the first
+)
 _RUNS = 1_000  # of a compiled program, over which the time to compile it is spread
 _LEAST_BLOCKS = 16  # that rows of one length should make
 
@@ -159,7 +163,7 @@ def choose_classes(
             (share * costs.rows / held + 0.5) * (BLOCK + held * each)
             for share, held, each in zip(shares, classes.rows, times, strict=True)
         )
-        if taken < least:
+        if taken < _GAIN_OF_A_CLASS * least:
             best, least = classes, taken
     return best
 
@@ -404,7 +408,7 @@ class _Moving:
     def __init__(self, rows: PackedRows, classes: SizeClasses) -> None:
         self.rows, self.classes = rows, classes
         self.lengths = {name: jnp.asarray(each.lengths) for name, each in rows.index.items()}
-        self.blocks = find_blocks(classes, self.lengths)
+        self.blocks = find_blocks(_classes_of(classes, self.lengths), classes.rows, classes.blocks)
         self._bounds = Sizes(rows.bounds, {})
         self._of_elements: dict[Any, Places] = {}
 
@@ -470,17 +474,15 @@ class _Moving:
             within.insert(0, slot % width[:, None])
             slot = slot // width[:, None]
         number = jnp.minimum(blocks.number, np.int32(len(widths[0]) - 1))
-        slot = _taken(np.minimum(slot, slots), number)
-        within = [_taken(at, number) for at in within]
+        slot = taken(np.minimum(slot, slots), number)
+        within = [taken(at, number) for at in within]
         ahead = np.arange(len(number), dtype=np.int32)[:, None] * np.int32(slots)
-        row = _taken(blocks.row.reshape(-1), ahead + jnp.minimum(slot, np.int32(slots - 1)))
+        row = taken(blocks.row.reshape(-1), ahead + jnp.minimum(slot, np.int32(slots - 1)))
         inside = slot < slots
         for at, own in zip(within, sizes, strict=True):
-            inside &= at < _taken(own, row)
-        room = (
-            [_taken(own, row) for own in sizes] if bounds is None else list(map(np.int32, bounds))
-        )
-        element = _taken(starts, row) + linear(within, room)
+            inside &= at < taken(own, row)
+        room = [taken(own, row) for own in sizes] if bounds is None else list(map(np.int32, bounds))
+        element = taken(starts, row) + linear(within, room)
         if bounds is None:  # rows of traced lengths end where the array does
             inside &= element < np.int32(row_of.shape[0])
         there = jnp.where(inside, element, np.int32(-1))
@@ -489,10 +491,10 @@ class _Moving:
         of_row = [jnp.take(width, blocks.kind, mode="clip") for width in widths]
         first = blocks.block * np.int32(size) + blocks.slot * math.prod(of_row)
         own_row = jnp.minimum(row_of, np.int32(count - 1))
-        at = _taken(first, own_row) + linear(places, [_taken(width, own_row) for width in of_row])
+        at = taken(first, own_row) + linear(places, [taken(width, own_row) for width in of_row])
         belongs = row_of < np.int32(count)
         for place, own in zip(places, sizes, strict=True):
-            belongs &= place < _taken(own, own_row)
+            belongs &= place < taken(own, own_row)
         at = jnp.where(belongs, at, np.int32(-1))
         return Places(at, there.reshape(-1), back.reshape(-1))
 
@@ -501,38 +503,8 @@ class _Moving:
         return jnp.maximum(size, np.int32(0))
 
 
-class Places(NamedTuple):
-    """Where the elements of rows are in blocks, or where rows are among the slots of blocks."""
-
-    at: Any  # the place in all blocks of each element; -1 for those of no row
-    there: Any  # the element at each place of the blocks; -1 where there is none
-    back: Any  # the same, and -1 for those of rows that are run in place of missing ones
-
-
-class RowsOfBlocks(NamedTuple):
-    """Which rows are in which block: first the blocks of the longest rows, at last empty ones."""
-
-    kind: Any  # the class of each row
-    block: Any  # where each row is
-    slot: Any  # its place there
-    number: Any  # the class of each block; as many as there are classes where it holds no row
-    held: Any  # how many rows each block holds
-    # The row in each slot of each block, shape (blocks, slots). In place of those that are missing
-    # it is the first row of the block.
-    row: Any
-
-    @property
-    def places(self) -> Places:
-        slots = self.row.shape[1]
-        own = np.arange(slots, dtype=np.int32)[None] < self.held[:, None]
-        back = jnp.where(own, self.row, np.int32(-1))
-        at = self.block * np.int32(slots) + self.slot
-        return Places(at, self.row.reshape(-1), back.reshape(-1))
-
-
-def find_blocks(classes: SizeClasses, lengths: Mapping[str, Any]) -> RowsOfBlocks:
-    """The blocks of rows of these lengths, for each of their sizes."""
-    capacity, number = np.array(classes.rows, np.int32), len(classes.rows)
+def _classes_of(classes: SizeClasses, lengths: Mapping[str, Any]) -> jax.Array:
+    """The class of each row, the last one that it fits in."""
     fits = [
         functools.reduce(
             lax.bitwise_and, (lengths[name] <= np.int32(b) for name, b in each.items())
@@ -540,29 +512,7 @@ def find_blocks(classes: SizeClasses, lengths: Mapping[str, Any]) -> RowsOfBlock
         for each in classes.bounds[1:]
     ]
     count = next(iter(lengths.values())).shape[0]
-    kind: Any = sum((x.astype(np.int32) for x in fits), jnp.zeros(count, np.int32))
-    is_kind = (kind[:, None] == np.arange(number, dtype=np.int32)[None]).astype(np.int32)
-    so_far = jnp.cumsum(is_kind, 0, dtype=np.int32)  # the rows of each class, up to each row
-    of_class, rank = so_far[-1], (so_far * is_kind).sum(1, dtype=np.int32) - np.int32(1)
-    filled = lax.div(of_class + capacity - np.int32(1), capacity)
-    ends = jnp.cumsum(filled, dtype=np.int32)
-    first, room = ends - filled, _taken(capacity, kind)
-    block, slot = _taken(first, kind) + lax.div(rank, room), lax.rem(rank, room)
-
-    numbers, slots = np.arange(classes.blocks, dtype=np.int32), classes.rows[-1]
-    of_block = (numbers[:, None] >= ends[None]).sum(1, dtype=np.int32)
-    own = jnp.minimum(of_block, np.int32(number - 1))
-    before = (numbers - _taken(first, own)) * _taken(capacity, own)
-    held = jnp.clip(_taken(of_class, own) - before, np.int32(0), _taken(capacity, own))
-    row = jnp.zeros(classes.blocks * slots, np.int32)
-    row = row.at[block * np.int32(slots) + slot].set(np.arange(count, dtype=np.int32))
-    row = row.reshape(classes.blocks, slots)
-    row = jnp.where(np.arange(slots, dtype=np.int32)[None] < held[:, None], row, row[:, :1])
-    return RowsOfBlocks(kind, block, slot, of_block, held, row)
-
-
-def _taken(x: Value, at: Value) -> jax.Array:
-    return jnp.take(x, at, axis=0, mode="clip")
+    return sum((x.astype(np.int32) for x in fits), jnp.zeros(count, np.int32))
 
 
 def linear(places: Sequence[Any], room: Sequence[Any]) -> jax.Array:

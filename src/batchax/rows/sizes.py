@@ -39,6 +39,7 @@ from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.rows.places_where import places_where
 
 Dim: TypeAlias = int | _compat.RowDimension
 """The size of an axis of a row: a number, or an expression such as ``n - 1``."""
@@ -75,6 +76,8 @@ class Sizes:
     again: bool = False
     # How large sizes that the program finds are, where that is known.
     at_most: Mapping[str, int] = field(default_factory=dict)
+    # How many elements their conditions have that are true, where that was counted before.
+    counted: Mapping[str, Any] = field(default_factory=dict)
     _bounds: dict[Any, int] = field(default_factory=dict)
     _sizes: dict[Any, Any] = field(default_factory=dict)
 
@@ -518,37 +521,7 @@ def _in_every_row(*sizes: Dim) -> list[Any] | None:
     return [_compat.evaluate_size(x, values) if _compat.is_row_size(x) else x for x in sizes]
 
 
-def places_where(condition: Value, size: int) -> jax.Array:
-    """Where a vector of bools is true: the first `size` places, int32, then zeros."""
-    if 0 < size * _FEW_PLACES <= condition.shape[0]:
-        return _few_places(condition, size)
-    target = jnp.where(condition, jnp.cumsum(condition, dtype=np.int32) - 1, size)
-    own = jnp.arange(condition.shape[0], dtype=np.int32)
-    return jnp.zeros(size, np.int32).at[target].set(own, mode="drop")
-
-
-_FEW_PLACES = 4  # in so many elements one is wanted at most: then each is looked up by itself
 _WORD = 32
-
-
-def _few_places(condition: Value, size: int) -> jax.Array:
-    """As `places_where`: words of bits, the word of each place by its number, its bit in that."""
-    words = _words(condition)
-    count = words.shape[0]
-    own = lax.population_count(words).astype(np.int32)
-    number = np.arange(size, dtype=np.int32)
-    ends = jnp.cumsum(own, dtype=np.int32)
-    first = jnp.searchsorted(ends, number, side="right").astype(np.int32)
-    at = jnp.minimum(first, count - 1)
-    word, left = words[at], number - (ends[at] - own[at])
-    place = at * np.int32(_WORD)
-    for width in (16, 8, 4, 2, 1):
-        low = lax.population_count(word & np.uint32((1 << width) - 1)).astype(np.int32)
-        above = left >= low
-        left = jnp.where(above, left - low, left)
-        word = jnp.where(above, word >> np.uint32(width), word)
-        place += jnp.where(above, np.int32(width), 0)
-    return jnp.where(number < ends[-1], place, 0)
 
 
 def count_true(condition: Value) -> jax.Array:

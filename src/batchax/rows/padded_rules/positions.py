@@ -27,6 +27,7 @@ from batchax.jaxprs.primitive_facts import highest, lowest
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.rows.index import moved
 from batchax.rows.padded import Operation, Results, Row, padded_rule
+from batchax.rows.places_where import places_where
 from batchax.rows.sizes import (
     Dim,
     Limited,
@@ -37,7 +38,6 @@ from batchax.rows.sizes import (
     has_symbols,
     is_symbolic,
     may_differ,
-    places_where,
 )
 from batchax.rules.masking import is_inexact
 
@@ -647,7 +647,8 @@ def _found_places(
             "compiled as a whole."
         )
     mask = jnp.asarray(op.filled(condition, False))
-    count = count_true(mask)
+    known = op.sizes.counted.get(str(size))
+    count = count_true(mask) if known is None else known
     limited = None if limit is None else Limited(called, limit, count)
     bound = op.sizes.find(str(size), condition.shape[0], count, limited)
     return op.result(places_where(mask, bound))
