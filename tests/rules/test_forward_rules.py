@@ -15,8 +15,8 @@ CASES = [
     if module not in ("rules.references", "rules.callbacks")  # JAX refuses them in such a rule
     if name not in ("dce_sink", "scan_steps")  # no result; of one precision
 ]
-# Where JAX 0.10 batches `lax.pbroadcast`, it indexes with a list.
-FAULTS_OF_JAX = {"pbroadcast": (TypeError,)} if jax.__version_info__ < (0, 12) else {}
+# Where JAX batches `lax.pbroadcast`, it indexes with a list.
+FAULTS_OF_JAX = {"pbroadcast": (TypeError,)}
 
 
 def ruled(fun):

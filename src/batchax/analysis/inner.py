@@ -149,6 +149,8 @@ def _steps(
 def _conjuncts(test: Jaxpr, variable: Atom) -> list[Any]:
     """Lists the booleans that must all be true for `variable` to be true."""
     made = None if isinstance(variable, Literal) else _maker(test, variable)
+    if made is not None and made.primitive.name == "some_active":
+        return _conjuncts(test, made.invars[1])  # in a branch, which counts as if lanes take it
     if made is None or not (made.primitive.name == "and" or facts_of(made.primitive).alias):
         return [variable]
     return [v for operand in made.invars for v in _conjuncts(test, operand)]
