@@ -53,19 +53,24 @@ OUTSIDE = {
 }
 
 
-WAYS = pytest.mark.parametrize(
+@VMAPS
+@pytest.mark.parametrize(
     ("which", "checked"), [*((which, True) for which in OUTSIDE), ("value", False), ("hvp", False)]
 )
-
-
-@VMAPS
-@WAYS
 @pytest.mark.each_commit(6)
-def test_each_device_runs_the_rule_for_its_lanes(vmap, checked, which):
+def test_each_device_runs_the_rule_for_its_lanes_and_a_vmap_around_for_its_own(
+    vmap, checked, which
+):
     f, outside = Telling(plain, ten), OUTSIDE[which]
     got = jax.jit(outside(on_shards(over_lanes(f.function, vmap), checked)))(XS, W)
     same(got, plainly(outside(over_lanes(ten, jax.vmap)), XS, W))
     assert f.seen == {(2, (True, False))}
+    # And a vmap of functions on shards that have the rule: for its own lanes.
+    many = jnp.stack([XS, 2 * XS, -XS])
+    around = vmap(on_shards(f.function, checked), (0, None))
+    got = jax.jit(outside(around))(many, W)
+    same(got, plainly(outside(ten), many, W), {"rtol": 1e-4, "atol": 1e-4})
+    assert {size for size, _ in f.seen} == {2, 3}
 
 
 @VMAPS
@@ -102,18 +107,6 @@ def test_one_example_on_each_device_is_by_the_function(checked):
         plainly(jax.hessian(lambda w: total(plain)(XS, w)), W),
     )
     assert f.seen == set()
-
-
-@VMAPS
-@WAYS
-@pytest.mark.each_commit(6)
-def test_vmap_of_shard_map(vmap, checked, which):
-    f, outside = Telling(plain, ten), OUTSIDE[which]
-    many = jnp.stack([XS, 2 * XS, -XS])
-    run = lambda f: vmap(on_shards(f, checked), (0, None))
-    got = jax.jit(outside(run(f.function)))(many, W)
-    same(got, plainly(outside(ten), many, W), {"rtol": 1e-4, "atol": 1e-4})
-    assert {size for size, _ in f.seen} == {3}
 
 
 @VMAPS

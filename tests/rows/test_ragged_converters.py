@@ -65,11 +65,11 @@ def test_a_jagged_tensor_is_its_values_and_offsets():
     x = bx.Ragged.from_torch(Nested(np.concatenate(WIDE), [0, 2, 2, 5]), 7)
     same_rows(x, WIDE, np.float32)
     assert x.max_length == 7
-
-
-def test_a_jagged_tensor_may_have_gaps_between_rows():
-    x = bx.Ragged.from_torch(Nested(np.arange(9.0), [0, 3, 6, 9], [2, 0, 3]))
+    x = bx.Ragged.from_torch(Nested(np.arange(9.0), [0, 3, 6, 9], [2, 0, 3]))  # with gaps
     same_rows(x, [[0, 1], [], [6, 7, 8]])
+    transposed = Nested(np.concatenate(ROWS)[None], [0, 2, 2, 5])
+    transposed._ragged_idx = 2
+    same_rows(bx.Ragged.from_torch(transposed), [row[None] for row in ROWS])
 
 
 def test_values_that_numpy_has_no_dtype_for_come_through_dlpack():
@@ -83,12 +83,6 @@ def test_values_that_numpy_has_no_dtype_for_come_through_dlpack():
     nested = Nested([], [0, 2, 2, 5])
     nested.parts = (Brain([]), *nested.parts[1:])
     same_rows(bx.Ragged.from_torch(nested), ROWS, jnp.bfloat16)
-
-
-def test_a_transposed_jagged_tensor_is_ragged_along_another_axis():
-    nested = Nested(np.concatenate(ROWS)[None], [0, 2, 2, 5])
-    nested._ragged_idx = 2
-    same_rows(bx.Ragged.from_torch(nested), [row[None] for row in ROWS])
 
 
 def test_a_tensorflow_tensor_is_its_values_and_row_splits():
@@ -212,19 +206,19 @@ def test_torch_tensors_of_rows():
     same_rows(bx.Ragged.from_torch(narrowed), [[1, 2], [], [10]])
 
 
+@pytest.mark.parametrize("library", ["arrow", "awkward"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [ROWS, WIDE], ids=["vectors", "trailing axes"])
-def test_arrow_and_back(dtype, rows):
-    arrow = pytest.importorskip("pyarrow")
+def test_lists_and_back(library, dtype, rows):
+    pytest.importorskip({"arrow": "pyarrow"}.get(library, library))
     rows = [row.astype(dtype) for row in rows]
     x = bx.Ragged.from_rows(rows)
-    array = x.to_arrow()
-    assert array.to_pylist() == [row.tolist() for row in rows]
-    same_rows(bx.Ragged.from_arrow(array), rows, x.dtype)
-    same_rows(bx.Ragged.from_arrow(array[1:]), rows[1:], x.dtype)
-    same_rows(bx.Ragged.from_arrow(array[:1]), rows[:1], x.dtype)
-    same_rows(bx.Ragged.from_arrow(array[3:]), [], x.dtype)
-    same_rows(bx.Ragged.from_arrow(arrow.chunked_array([array, array[2:]])), [*rows, rows[2]])
+    array, back = getattr(x, f"to_{library}")(), getattr(bx.Ragged, f"from_{library}")
+    assert array.tolist() == [row.tolist() for row in rows]
+    same_rows(back(array), rows, x.dtype)
+    same_rows(back(array[1:]), rows[1:], x.dtype)
+    same_rows(back(array[:1]), rows[:1], x.dtype)
+    same_rows(back(array[3:]), [], x.dtype)
 
 
 def test_arrow_arrays_of_lists():
@@ -235,6 +229,8 @@ def test_arrow_arrays_of_lists():
     view = arrow.ListViewArray.from_arrays([3, 0, 1], [2, 2, 3], arrow.array(np.arange(5.0)))
     same_rows(bx.Ragged.from_arrow(view), [[3, 4], [0, 1], [1, 2, 3]])
     same_rows(bx.Ragged.from_arrow(view[1:]), [[0, 1], [1, 2, 3]])
+    chunked = arrow.chunked_array([arrow.array(lists), arrow.array(lists[2:])])
+    same_rows(bx.Ragged.from_arrow(chunked), [*ROWS, ROWS[2]])
     with pytest.raises(bx.ArgumentTypeError, match="1 entries are null"):
         bx.Ragged.from_arrow(arrow.array([[1.0], None, [2.0]]))
     with pytest.raises(bx.ArgumentTypeError, match="1 entries are null"):
@@ -255,21 +251,10 @@ def test_rows_that_another_library_has_no_form_for(library):
         getattr(rows, method)()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [ROWS, WIDE], ids=["vectors", "trailing axes"])
-def test_awkward_and_back(dtype, rows):
-    pytest.importorskip("awkward")
-    rows = [row.astype(dtype) for row in rows]
-    x = bx.Ragged.from_rows(rows)
-    array = x.to_awkward()
-    assert array.to_list() == [row.tolist() for row in rows]
-    same_rows(bx.Ragged.from_awkward(array), rows, x.dtype)
-    same_rows(bx.Ragged.from_awkward(array[1:]), rows[1:], x.dtype)
-    same_rows(bx.Ragged.from_awkward(array[[2, 0]]), [rows[2], rows[0]], x.dtype)
-
-
-def test_awkward_arrays_of_other_kinds_are_refused():
+def test_awkward_arrays_out_of_order_and_of_other_kinds():
     awkward = pytest.importorskip("awkward")
+    array = bx.Ragged.from_rows(ROWS).to_awkward()
+    same_rows(bx.Ragged.from_awkward(array[[2, 0]]), [ROWS[2], ROWS[0]])
     for rows in ([[1.0, None], [2.0]], [[[1.0], [2.0, 3.0]], []], [{"a": 1.0}], [1.0]):
         with pytest.raises(bx.ArgumentTypeError, match=r"Ragged\.from_awkward"):
             bx.Ragged.from_awkward(awkward.Array(rows))

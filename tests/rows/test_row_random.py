@@ -91,21 +91,22 @@ def test_the_parameters_of_gamma_may_be_ragged():
     check(run, KEYS[:2], ragged(lengths=(2, 3)), tolerance=near, modes=("vjp",))
 
 
-def test_keys_whose_draws_depend_on_how_much_is_drawn_are_refused():
-    keys = jax.random.split(jax.random.key(5, impl="rbg"), 4)
-    run = jax.jit(bx.vmap(lambda key, x: jax.random.normal(key, x.shape), layout="padded"))
-    with pytest.raises(UnsupportedError, match="implementation rbg"):
-        run(keys, ragged(3))
+RBG = jax.random.split(jax.random.key(5, impl="rbg"), 4)
+REFUSED = {
+    "implementation rbg": (lambda key, x: jax.random.normal(key, x.shape), RBG, True),
+    # Its draws would not be those of the row.
+    r"an array of shape \(3, n\), ragged behind": (
+        lambda key, x: jax.random.gamma(key, jnp.exp(x.T)),
+        KEYS,
+        True,
+    ),
+    "jax_threefry_partitionable": (lambda key, x: jax.random.normal(key, x.shape), KEYS, False),
+}
 
 
-def test_gamma_is_refused_where_its_draws_would_not_be_those_of_the_row():
-    run = lambda key, x: jax.random.gamma(key, jnp.exp(x.T))
-    with pytest.raises(UnsupportedError, match=r"an array of shape \(3, n\), ragged behind"):
-        jax.jit(bx.vmap(run, layout="padded"))(KEYS, ragged(3))
-
-
-def test_draws_that_are_not_partitionable_are_refused():
-    run = jax.jit(bx.vmap(lambda key, x: jax.random.normal(key, x.shape), layout="padded"))
-    refused = pytest.raises(UnsupportedError, match="jax_threefry_partitionable")
-    with jax.threefry_partitionable(False), refused:
-        run(KEYS, ragged(3))
+@pytest.mark.parametrize("why", REFUSED)
+def test_draws_that_depend_on_how_much_is_drawn_are_refused(why):
+    draw, keys, partitionable = REFUSED[why]
+    refused = pytest.raises(UnsupportedError, match=why)
+    with jax.threefry_partitionable(partitionable), refused:
+        jax.jit(bx.vmap(draw, layout="padded"))(keys, ragged(3))

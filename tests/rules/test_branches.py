@@ -99,31 +99,21 @@ def test_common_branch_stays_a_branch():
 # Effects.
 
 
-def test_order_and_collective_together_are_refused():
-    def f(x):
-        def branch():
-            jax.experimental.io_callback(lambda _: None, None, x, ordered=True)
-            return lax.psum(x, "i")
-
-        return lax.cond(x > 0, branch, lambda: x)
-
-    with pytest.raises(UnsupportedError, match=r"in order.* and a collective"):
-        bx.vmap(f, axis_name="i")(X[:, 0])
-
-
-def test_order_and_references_together_are_refused():
-    def f(x):
+def test_order_and_collectives_or_references_together_are_refused():
+    def f(x, kind):
         ref = jax.new_ref(x)
 
         def branch():
             jax.experimental.io_callback(lambda _: None, None, x, ordered=True)
-            ref[...] = 2 * x
+            if kind == "reference":
+                ref[...] = 2 * x
+            return lax.psum(x, "i") if kind == "collective" else x
 
-        lax.cond(x > 0, branch, lambda: None)
-        return ref[...]
+        return lax.cond(x > 0, branch, lambda: x), ref[...]
 
-    with pytest.raises(UnsupportedError, match=r"in order.* and a reference"):
-        bx.vmap(f)(X[:, 0])
+    for kind in ("collective", "reference"):
+        with pytest.raises(UnsupportedError, match=f"in order.* and a {kind}"):
+            bx.vmap(f, (0, None), axis_name="i")(X[:, 0], kind)
 
 
 # References.
