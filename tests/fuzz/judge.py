@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,7 +102,10 @@ class Case:
 
     def script(self):
         """A program that can be pasted."""
-        run = RUNS[self.mode]
+        run = "def run(f, args):\n    return f(*args)\n"
+        if self.mode != "values":
+            above = map(inspect.getsource, (is_inexact, derived))
+            run = "\n".join([*above, RUN.format(mode=self.mode)])
         compiled = "print(jax.jit(lambda args: run(batched, args))(args))"
         parts = [PRELUDE, f"vmap = {self.inner}\n", helpers_of(self), self.program.source]
         forced = [n for n in _FORCED if n in f"{self.inner} {self.batched()}"]
@@ -138,44 +142,14 @@ FAULTS_OF_XLA = ["fft_thunk.cc"]
 
 REDUCTIONS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
 
-RUNS = {
-    "values": "def run(f, args):\n    return f(*args)\n",
-    "jvp": """\
+# What a script calls: `derived` is above it.
+RUN = """\
 def run(f, args):
-    floats = [k for k, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    fixed = lambda *xs: f(*[xs[floats.index(k)] if k in floats else x for k, x in enumerate(args)])
-    points = [args[k] for k in floats]
-    return jax.jvp(fixed, points, [jnp.cos(x) for x in points])
-""",
-    "vjp": """\
-def run(f, args):
-    floats = [k for k, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    fixed = lambda *xs: [
-        y
-        for y in f(*[xs[floats.index(k)] if k in floats else x for k, x in enumerate(args)])
-        if jnp.issubdtype(y.dtype, jnp.inexact)
-    ]
-    outs, pull = jax.vjp(fixed, *[args[k] for k in floats])
-    return pull([jnp.cos(y) for y in outs])
-""",
-}
-RUNS["jvp of vjp"] = (
-    RUNS["vjp"].replace("def run", "def pulled")
-    + """\
-
-
-def run(f, args):
-    points = [x for x in args if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-    def of_floats(*xs):
-        xs = iter(xs)
-        return pulled(
-            f, [next(xs) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in args]
-        )
-
-    return jax.jvp(of_floats, points, [jnp.cos(x) for x in points])
+    tangents = [jnp.cos(x) for x in args if is_inexact(x)]
+    ys = jax.eval_shape(derived(f, "values"), args, [], [])[0]
+    cotangents = [jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype) for y in ys]
+    return derived(f, "{mode}")(args, tangents, cotangents)
 """
-)
 
 ALONE = """\
 for i in range({lanes}):

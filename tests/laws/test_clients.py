@@ -47,22 +47,6 @@ def points(dtype, *shape, low=-2.0, high=2.0):
 
 
 @program
-def equinox_gradient_of_an_ensemble(dtype):
-    mlp = lambda key: eqx.nn.MLP(2, 1, 4, 1, key=key, dtype=dtype)
-    arrays, static = eqx.partition(eqx.filter_vmap(mlp)(KEYS), eqx.is_array)
-
-    @eqx.filter_value_and_grad
-    def loss(model, x):
-        return jnp.sum(eqx.filter_jit(model)(x) ** 2)
-
-    def run(arrays, x):
-        value, gradient = loss(eqx.combine(arrays, static), x)
-        return value, eqx.filter(gradient, eqx.is_array)
-
-    return run, (arrays, points(dtype, 2))
-
-
-@program
 def nnx_training_step_of_an_ensemble(dtype):
     def make(key):
         options = dict(param_dtype=dtype, rngs=nnx.Rngs(key))
@@ -178,17 +162,6 @@ def numpyro_hmc(dtype):
         options = dict(num_warmup=1, step_size=0.3, trajectory_length=1.0, rng_key=go_on)
         state = sample(init(info.param_info, **options))
         return state.z, state.z_grad, state.potential_energy
-
-    return step, (KEYS, points(dtype, 2))
-
-
-@program
-def numpyro_variational_inference(dtype):
-    def step(key, y):
-        guide = numpyro.infer.autoguide.AutoNormal(model)  # remembers what it has seen
-        svi = numpyro.infer.SVI(model, guide, numpyro.optim.Adam(1e-2), numpyro.infer.Trace_ELBO())
-        state, loss = svi.update(svi.init(key, y), y)
-        return svi.get_params(state), loss
 
     return step, (KEYS, points(dtype, 2))
 

@@ -112,17 +112,6 @@ def test_factors_are_as_near_as_the_librarys_of_lu(dtype, n):
             np.testing.assert_array_equal(ours[2][these], theirs[2][these], err_msg=kind)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "complex128"])
-def test_wrong_elements_stay_in_their_lane(dtype):
-    x = with_wrong_elements(general(3, dtype)["random"])
-    ours, theirs = both(of_lu, x)
-    np.testing.assert_array_equal(np.isfinite(ours[0]).all((1, 2)), np.arange(len(x)) % 2 == 1)
-    diagonals = [np.diagonal(y[0], axis1=1, axis2=2) for y in (ours, theirs)]
-    with np.errstate(invalid="ignore", over="ignore"):
-        finite = [np.isfinite(d.prod(-1)) for d in diagonals]  # the determinants
-    np.testing.assert_array_equal(*finite)
-
-
 def test_matrices_that_are_not_square_and_ties():
     for shape in [(2, 4), (4, 2)]:
         x = np.random.default_rng(0).integers(-3, 4, (40, *shape)).astype("float32")
@@ -172,19 +161,6 @@ def test_factors_are_the_librarys(dtype, full, shape):
     np.testing.assert_allclose(q[mine], q0[mine], atol=100 * np.finfo(dtype).eps)
 
 
-def test_nan_is_where_the_library_has_it():
-    x = with_wrong_elements(general(3, "float32")["random"])
-    (q, r), (q0, r0) = both(of_qr, x, options=(False,))
-    for ours, theirs in ((q, q0), (r, r0)):
-        nan = np.isnan(x).any((1, 2))
-        np.testing.assert_array_equal(np.isnan(ours)[nan], np.isnan(theirs)[nan])
-        good = np.isfinite(x).all((1, 2))
-        assert np.isfinite(ours[good]).all()
-        np.testing.assert_allclose(ours[good], theirs[good], rtol=1e-4, atol=1e-5)
-    infinite = np.isinf(x).any((1, 2))
-    assert not (np.isfinite(q) & np.isfinite(r))[infinite].all((1, 2)).any()
-
-
 svd = functools.partial(lanes_last, "svd")
 
 
@@ -220,19 +196,6 @@ def test_matrices_are_what_they_are_decomposed_into_as_the_librarys_are(dtype, f
         mine = names == kind
         for ours, theirs in (apart, left, right):
             assert ours[mine].max() <= 4 * max(theirs[mine].max(), 0.5), kind
-
-
-def test_what_is_not_finite_is_nan_in_its_lane_alone():
-    # The library may never end where there is an infinity.
-    x = np.stack(list(general(3, "float32").values()))[:, 0]
-    wrong = x.copy()
-    wrong[::2, 1, 2] = [np.nan, np.inf, -np.inf, np.nan, np.inf, np.nan, np.inf]
-    run = jax.jit(lambda a: svd(a.transpose(1, 2, 0), full_matrices=True, compute_uv=True))
-    values = jax.jit(lambda a: svd(a.transpose(1, 2, 0), full_matrices=True, compute_uv=False))
-    for alone, mixed in zip(run(x), run(wrong), strict=True):
-        assert np.isnan(mixed[..., ::2]).all()
-        np.testing.assert_array_equal(alone[..., 1::2], mixed[..., 1::2])
-    np.testing.assert_allclose(values(wrong)[0], run(wrong)[0], rtol=1e-5, atol=1e-30)
 
 
 @pytest.mark.parametrize("fun", [jnp.linalg.pinv, jnp.linalg.eigvalsh])
@@ -387,23 +350,37 @@ def test_small_eigenvalues_of_graded_definite_matrices_are_accurate(dtype):
     assert off[0].max() <= 4 * max(off[1].max(), n * EPS[dtype])
 
 
-@pytest.mark.parametrize("lower", [True, False])
-def test_one_triangle_is_read_and_a_lane_does_not_see_the_others(lower):
-    n, dtype = 4, "complex64"
-    x = hermitian(n, dtype)["random"]
-    mixed = with_wrong_elements(x)
-    (v, w), _ = both(of_eigh, mixed, options=(lower,))
-    there = np.tri(n, dtype=bool) if lower else np.tri(n, dtype=bool).T
-    wrong = ~np.isfinite(np.where(there, mixed, 0)).all((1, 2))
+TRIANGLE = np.tri(3, dtype=bool)
+# Of each: which matrices it computes, with what options, what it reads of them, and whether all of
+# a lane is NaN where that is not finite, or what the library makes of it.
+WRONG = {
+    "lu": (of_lu, (), True, False),
+    "qr": (of_qr, (False,), True, False),
+    "svd": (of_svd, (True,), True, True),
+    "eigh": (of_eigh, (True,), TRIANGLE, True),
+    "eigh of the upper triangle": (of_eigh, (False,), TRIANGLE.T, True),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+@pytest.mark.each_commit(5)
+def test_wrong_elements_stay_in_their_lane(dtype, name):
+    run, options, reads, all_nan = WRONG[name]
+    mixed = with_wrong_elements(hermitian(3, dtype)["random"])
+    wrong = ~np.isfinite(np.where(reads, mixed, 0)).all((1, 2))
     assert wrong.any()
-    np.testing.assert_array_equal(np.isnan(w).all(1), wrong)
-    np.testing.assert_array_equal(np.isnan(w).any(1), wrong)
-    np.testing.assert_array_equal(np.isnan(v).all((1, 2)), wrong)
+    ours = jax.jit(lambda x: jax.tree.leaves(run(*options, x)[0]))
     # What a lane is with neighbors that are slower or wrong is what it is among its like.
-    alike = np.where(wrong[:, None, None], 0, mixed)
-    (again, values), _ = both(of_eigh, alike, options=(lower,))
-    np.testing.assert_array_equal(v[~wrong], again[~wrong])
-    np.testing.assert_array_equal(w[~wrong], values[~wrong])
+    got = ours(mixed)
+    for x, y in zip(got, ours(np.where(wrong[:, None, None], 0, mixed)), strict=True):
+        np.testing.assert_array_equal(x[~wrong], y[~wrong])
+        assert np.isfinite(x[~wrong]).all()
+    if all_nan:  # the library may never end where there is an infinity
+        assert all(np.isnan(x[wrong]).all() for x in got)
+        return
+    for x, y in zip(got, jax.tree.leaves(both(run, mixed, options=options)[1]), strict=True):
+        np.testing.assert_array_equal(np.isfinite(x[wrong]), np.isfinite(y[wrong]))
 
 
 def test_blocks_of_lanes_are_what_one_block_is():

@@ -1,6 +1,7 @@
 """What a `Ragged` holds, along one axis and along several, how it is made, and what it shows."""
 
 import copy
+import functools
 import pickle
 
 import jax
@@ -77,8 +78,7 @@ def padded(rows, fill):
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_come_back_as_they_were(name):
     axis, rows = KINDS[name]
-    x = bx.Ragged.from_rows(rows, axis=axis)
-    axes = np.atleast_1d(axis)
+    x, axes = made(name), np.atleast_1d(axis)
     sizes = np.array([[row.shape[k] for k in axes] for row in rows])
     assert x.data.shape[axes[0]] == sizes.prod(1).sum()
     np.testing.assert_array_equal(x.offsets, [0, *sizes.prod(1).cumsum()])
@@ -93,19 +93,30 @@ def test_rows_come_back_as_they_were(name):
         np.testing.assert_array_equal(mine, row)
 
 
+def made(name):
+    axis, rows = KINDS[name]
+    return bx.Ragged.from_rows(rows, axis=axis)
+
+
+def through(x):
+    """Padded rows, and the same rows made of these, and of offsets."""
+    again = [bx.Ragged.from_padded(x.to_padded(), x.lengths, axis=x.axis)]
+    if isinstance(x.axis, int):
+        again.append(bx.Ragged.from_offsets(x.data, x.offsets, x.max_length, axis=x.axis))
+    return x.to_padded(1), again
+
+
+@functools.cache
+def all_through():
+    every = {name: made(name).with_capacity(50) for name in KINDS}
+    return jax.jit(lambda every: {name: through(x) for name, x in every.items()})(every)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_padded_rows_and_offsets_make_the_same_rows_again(name):
     axis, rows = KINDS[name]
-    x, expected = bx.Ragged.from_rows(rows, axis=axis), padded(rows, 1)
-
-    def through(x):
-        again = [bx.Ragged.from_padded(x.to_padded(), x.lengths, axis=x.axis)]
-        if isinstance(x.axis, int):
-            of_offsets = bx.Ragged.from_offsets
-            again.append(of_offsets(x.data, x.offsets, x.max_length, axis=x.axis))
-        return x.to_padded(1), again
-
-    for there, back in (through(x), jax.jit(through)(x.with_capacity(50))):
+    x, expected = made(name), padded(rows, 1)
+    for there, back in (through(x), all_through()[name]):
         assert there.dtype == x.dtype
         np.testing.assert_array_equal(there, expected)
         for again in back:
