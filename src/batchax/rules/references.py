@@ -13,7 +13,7 @@ from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Tree, Values
-from batchax.kernel.axis import Axis, Positions, RuleOutputs, move_axis
+from batchax.kernel.axis import Axis, Positions, RuleOutputs, match_axis, move_axis
 from batchax.kernel.interpreter import by_rule_of_jax
 from batchax.kernel.registry import register_rule, vectorized
 
@@ -45,7 +45,9 @@ def _checked(name: str) -> None:
                 "reshaped or reinterpreted reference), which cannot be batched: index the "
                 "reference itself, with all indices at once."
             )
-        args = list(args)
+        args, axes = list(args), list(axes)
+        if name != "get" and not views:  # JAX wants lanes where the reference has them
+            args[1], axes[1] = match_axis(axis, args[1], axes[1], axes[0]), axes[0]
         if any(a is not None for a in axes[first:]):
             sizes = [n for d, n in enumerate(args[0].shape) if d != axes[0]]
             at = [(k, n) for k, n in zip(views[0].indices, sizes, strict=True) if type(k) is int]
