@@ -17,9 +17,10 @@ from batchax import _compat
 from batchax.analysis.cost import Cost, bytes_of, cost_around, cost_of_equation
 from batchax.analysis.differences import calling_line, is_installed, source_line
 from batchax.analysis.inner import devices_of, integers_in, programs_in
+from batchax.execution.bounded_loop import bounded_loop_p
 from batchax.explain.account import Equation, Service, Source, Value, Work
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce
-from batchax.jaxprs.bodies import bodies_of, programs_inside
+from batchax.jaxprs.bodies import Body, bodies_of, programs_inside
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
@@ -146,10 +147,10 @@ class Attribution:
             if any(p.role != "call" for p in inner):
                 self._add(record, eqn, devices * cost_around(eqn, inner), times, skipped)
             each = devices * devices_of(eqn)
-            for p in inner:
+            for p, runs in zip(inner, _run_here(eqn, len(inner)), strict=True):
                 often = None if times is None or p.times is None else times * p.times
                 may_not = skipped or p.is_branch
-                self._walk(p.jaxpr, p.integers, record, often, may_not, each)
+                self._walk(p.jaxpr, p.integers, record, often, may_not, each * runs)
 
     def _add(
         self, record: Record | None, eqn: Eqn, cost: Cost, times: int | None, skipped: bool
@@ -168,6 +169,15 @@ class Attribution:
         # A broadcast that writes no more than it reads only adds dimensions of size one.
         elif name == "broadcast_in_dim" and written > bytes_of(v.aval for v in eqn.invars):
             tally.broadcasts += written
+
+
+def _run_here(eqn: Eqn, programs: int) -> list[bool]:
+    """Says which programs of an equation run on this platform: of those for several, one."""
+    platforms = eqn.params.get("branches_platforms") or [None] * programs
+    here = jax.default_backend()
+    names = {here, "cuda", "rocm"} if here == "gpu" else {here}
+    own = [names.intersection(p or ()) != set() for p in platforms]
+    return own if any(own) else [p is None for p in platforms]
 
 
 @dataclass(eq=False)
@@ -416,7 +426,7 @@ class Listing:
         and at first, of what loops carry or take apart.
         """
         operands, pairs, condition = entry.eqn.invars, (), ()
-        for body in bodies_of(entry.eqn):
+        for body in _bodies_of(entry.eqn):
             if body.role == "call":
                 continue
             inputs = self._entered(entry, body.program, "" if body.role == "body" else body.role)
@@ -516,6 +526,18 @@ def source_of(eqn: Eqn, around: Source | None) -> Source:
         return source
     led = around.called_from or around
     return source if is_installed(led.file) else replace(source, called_from=led)
+
+
+def _bodies_of(eqn: Eqn) -> tuple[Body, ...]:
+    """Returns the programs that an equation runs; of a bounded loop with what goes into them."""
+    if eqn.primitive is not bounded_loop_p:
+        return bodies_of(eqn)
+    form, test, body = (eqn.params[k] for k in ("form", "test", "body"))
+    at = form.split(range(len(eqn.invars)))
+    of_body = Body("body", body, (*at.consts, *at.carry, *at.xs), (), form.n_consts, form.n_carry)
+    if test is None:
+        return (of_body,)
+    return Body("condition", test, (*at.test, *at.carry), (), form.n_test, form.n_carry), of_body
 
 
 def _program_of(part: Entry) -> Jaxpr:
