@@ -82,6 +82,16 @@ def test_write(names, batched):
     as_in_each_lane(fun, args, in_axes)
 
 
+def test_a_value_for_the_whole_reference_has_its_lanes_anywhere():
+    def fun(x, y):
+        ref = jax.new_ref(x)
+        jax.ref.addupdate(ref, ..., y)
+        return jax.ref.swap(ref, ..., y), ref[...]
+
+    x, y = example((3, 3)), example((3, 3), seed=1)  # square: no shape tells of a mistake
+    as_in_each_lane(fun, (x, y), (0, 1))
+
+
 def test_numbers_out_of_range_are_taken_as_in_one_example():
     def fun(x, i):
         ref = jax.new_ref(x)
