@@ -39,7 +39,10 @@ IMAGES = {
 @pytest.mark.parametrize("name", IMAGES)
 @pytest.mark.each_commit(2)
 def test_images_in_groups_are_those_of_a_loop(name, free_groups):
-    check_rows(IMAGES[name], images(2, shapes=SHAPES), traced=False, in_axes=bx.ragged("h", "w"))
+    # JAX's tangent of a maximum of no elements is NaN; here it is 0.
+    modes = ("vjp",) if name == "numbers, pairs" else ("jvp", "vjp")
+    options = dict(traced=False, modes=modes, in_axes=bx.ragged("h", "w"))
+    check_rows(IMAGES[name], images(2, shapes=SHAPES), **options)
 
 
 def program(fun, x, **options):
