@@ -226,8 +226,8 @@ MANY = {
 
 
 REFUSED = {
-    "eigenvalues": lambda x: jnp.linalg.eigh(positive(x))[0],
-    "singular values": lambda x: jnp.linalg.svd(x)[1],
+    "some eigenvalues": lambda x: jax.lax.linalg.eigh(positive(x), subset_by_index=(0, 1))[1],
+    "svd with vectors of no singular value": lambda x: jnp.linalg.svd(x)[1],
     "qr": jnp.linalg.qr,
     "a tridiagonal matrix": lambda x: lax.linalg.tridiagonal_solve(x[:, 0], x[:, 1], x[:, 2], x),
     "lu of a matrix that is not square": lambda x: lax.linalg.lu(x)[0],
@@ -242,10 +242,28 @@ def real(x):
     return x.real + 2 * x.imag
 
 
+def square(x):
+    return jnp.sin(jnp.outer(x, jnp.cos(x))) + jnp.diag(2.0 + jnp.arange(x.shape[0]))
+
+
+def definite(x):
+    return jnp.outer(x, x) + jnp.diag(2.0 + jnp.arange(x.shape[0]))
+
+
+def again(vectors, values, others):
+    """What does not depend on the signs of vectors, and on all of them."""
+    return (vectors * jnp.sin(values)) @ others
+
+
 TRANSFORMS = {
     "odd irfft": lambda x: jnp.fft.irfft(x + 1j * x, n=2 * x.shape[0] - 1),
     "shorter rfft": lambda x: real(jnp.fft.rfft(x, n=3)),
     "two axes": lambda x: real(jnp.fft.rfft2(jnp.stack([x, x**2, 1 - x], 1))),
+    "eigh": lambda x: (lambda w, v: again(v, w, v.T @ x))(*jnp.linalg.eigh(definite(x))),
+    "svd": lambda x: (lambda u, s, v: again(u, s, v @ x))(*jnp.linalg.svd(square(x))),
+    "svd of three columns": lambda x: (lambda u, s, v: again(u, s, v))(
+        *jnp.linalg.svd(jnp.stack([x, jnp.cos(3 * x), x**2], 1), full_matrices=False)
+    ),
 }
 
 
@@ -471,6 +489,21 @@ def test_few_that_are_found_run_with_little_room():
     sines = {e.outvars[0].aval.shape for e in every if e.primitive.name == "sin"}
     assert sines == {(5, 100), (1, 1600)}
     assert "cond" in {e.primitive.name for e in every}
+
+
+def test_vectors_of_a_singular_matrix_are_orthogonal():
+    def vectors(x):
+        u, s, v = jnp.linalg.svd(jnp.outer(x, x))
+        w, e = jnp.linalg.eigh(0 * jnp.outer(x, x))
+        eye = jnp.eye(x.shape[0])
+        return jnp.abs(u.T @ u - eye).max(), jnp.abs(v @ v.T - eye).max(), s[0], w, e @ e.T @ x
+
+    x = bx.Ragged(jnp.arange(1.0, 8.0), np.array([3, 4]), 40)
+    of_u, of_v, largest, zeros, back = jax.jit(bx.vmap(vectors))(x)
+    assert max(of_u.max(), of_v.max()) < 1e-5
+    np.testing.assert_allclose(largest, [14.0, 126.0], rtol=1e-5)
+    assert not np.asarray(zeros.data).any()
+    np.testing.assert_allclose(back.data, x.data, rtol=1e-5)
 
 
 # Refused.
