@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from jax.extend.core.primitives import scan_p
+
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.error_format import line_of, spoken
-from batchax.jaxprs.types import ClosedJaxpr, Values
+from batchax.jaxprs.own_primitives import is_own
+from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Values
 from batchax.kernel.axis import Axis
+from batchax.kernel.differing import has_other_rule
 from batchax.rules.masking import find_collective
 
 
@@ -44,6 +49,20 @@ CANNOT_MOVE = "lanes cannot be moved: they are spread over devices, or hold refe
 HOST = "the host is called, and would be for lanes that stand in for missing ones"
 NAME = "a step uses the name of an axis"
 VARYING = "lanes are spread over devices"
+
+
+def _may_part(eqn: Eqn) -> bool:
+    primitive, facts = eqn.primitive, facts_of(eqn.primitive)
+    if primitive is scan_p or not eqn.invars:  # the body of a scan is looked at, too
+        return False
+    expensive = facts.control or facts.costly or facts.endless
+    # A rule that is not known here may run loops, as may the forward rule of a derivative.
+    others = is_own(primitive) or has_other_rule.is_true(eqn) or "fwd_jaxpr_thunk" in eqn.params
+    return expensive or others
+
+
+may_part = Anywhere(_may_part)
+"""Whether lanes may diverge in a program: it errs on the side of True."""
 
 rule_of_user = Anywhere(lambda eqn: eqn.primitive.name in _WITH_RULE)
 """Whether a program calls a function with a batching rule, which may look at all lanes."""

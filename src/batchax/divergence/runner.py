@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.extend.core.primitives import scan_p
+
 from batchax import _compat
 from batchax.analysis.thresholds import ANY_MACHINE, TABLE, Thresholds, thresholds_here
 from batchax.divergence.bounded import TailCompaction, bounded_divergent, run_with_tail
@@ -25,6 +27,7 @@ from batchax.divergence.limits import (
     VARYING,
     calls_back,
     can_move,
+    may_part,
     reject_collectives,
     why_together,
 )
@@ -108,6 +111,11 @@ class Runner(Request):
             return _UNMEASURED
         if not isinstance(axis.size, int):
             return "the number of lanes is symbolic"
+        # Most scans hold nothing in which lanes could diverge. To price one takes as long as to
+        # batch it. Reports show the reason below.
+        unreported = loop.primitive is scan_p and not recording.is_on()
+        if unreported and not may_part.in_program(loop.params["jaxpr"]):
+            return _NOTHING_PARTS
         with _compat.named_scope(axis.name, axis.size):  # the cost of a rule is that of its program
             most = WITH_DERIVATIVE * price_at_most(loop).of(axis.size)
         if most >= worth_batching_twice(t) or axis.size >= t.kernel_lanes > 0:
@@ -259,6 +267,7 @@ def for_any_machine(option: object) -> Any:
     return Runner(thresholds=TABLE[ANY_MACHINE]._replace(max_devices=1 << 30))
 
 
+_NOTHING_PARTS = "it holds no loop or branch in which lanes could diverge"
 _UNMEASURED = "what pays is measured on CPUs and GPUs alone"
 _AROUND = "a loop around it has a window"
 _WHERE = {
