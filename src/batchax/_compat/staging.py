@@ -341,6 +341,13 @@ def is_inside(tracer: jax.core.Tracer, trace: jax.core.Trace) -> bool:
     return own is not trace and any(t is trace for t in outer)
 
 
+def any_inside(values: Values, trace: jax.core.Trace) -> bool:
+    """Returns whether `is_inside` is true of any of these values."""
+    # Values of one trace are alike, and there are few traces.
+    one_of_each = {x._trace: x for x in values if isinstance(x, jax.core.Tracer)}
+    return any(is_inside(x, trace) for x in one_of_each.values())
+
+
 def is_left(tracer: jax.core.Tracer) -> bool:
     """Returns whether the code that runs now is outside of the derivative of `tracer`."""
     # With a mesh or the like in between, JAX does not know the enclosing trace: then False.

@@ -126,26 +126,27 @@ class AllAtOnce(Strategy):
         return any(output.spec is None for output in call.described)
 
     def run(self, call: Call) -> tuple[list[Value], _Placed]:
-        values, positions = call.values, call.positions
+        values, positions, described = call.values, call.positions, call.described
         program = MappedProgram(call.axis, call.staged, values, positions, call.computes)
-        added = [is_added(output.spec) for output in call.described]
+        added = [is_added(output.spec) for output in described]
         with running(program):
             arrays, positions = run_adding(program, added)
         totals = [k for k, x in enumerate(arrays) if isinstance(x, DeferredContraction)]
         for k in totals:
             # Sums that consumed a contraction were deferred: they take all lanes here.
-            arrays[k] = arrays[k].of_all(call.described[k].spec.reduction)
+            arrays[k] = arrays[k].of_all(described[k].spec.reduction)
         return arrays, _Placed(positions, totals)
 
     def check(self, call: Call, said: Any) -> None:
         check_unbatched(call.axis, call.described, said.positions)
 
     def finish(self, call: Call, arrays: list[Value], said: Any) -> Outputs:
-        placed = zip(call.described, arrays, said.positions, strict=True)
+        outputs = call.outputs
+        placed = zip(outputs.described, arrays, said.positions, strict=True)
         return [
             x if k in said.totals else place(call.axis, output, x, a)
             for k, (output, x, a) in enumerate(placed)
-        ], call.outputs
+        ], outputs
 
 
 class _Placed(NamedTuple):

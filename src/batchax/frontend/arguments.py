@@ -284,8 +284,8 @@ def flatten_arguments(
 
 def find_axis_size(mapped: Sequence[Mapped], axis_size: int | None, terms: Terms = LANES) -> int:
     """Returns the one size that all mapped axes have, or raises AxisError."""
-    sized = [m for m in mapped if m.lanes is not None]
-    if not sized:
+    sizes = [n for m in mapped if (n := m.lanes) is not None]
+    if not sizes:
         if axis_size is None:
             raise AxisError(
                 "nothing is mapped: every in_axes entry is None or covers no array, so the "
@@ -293,9 +293,9 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: int | None, terms: Terms
                 f"{terms.size}."
             )
         return axis_size
-    sizes = [n for m in mapped if (n := m.lanes) is not None]
     if all(s == sizes[0] for s in sizes) and axis_size in (None, sizes[0]):
         return sizes[0]
+    sized = [m for m in mapped if m.lanes is not None]
     # The size that most axes have is taken to be right, and the others are marked, except in a tie.
     usual = axis_size if axis_size is not None else Counter(sizes).most_common(1)[0][0]
     tie = axis_size is None and list(Counter(sizes).values()).count(sizes.count(usual)) > 1
@@ -443,12 +443,15 @@ def _leaf_parts(
     value, spec = leaf.value, leaf.spec
     if spec is None:
         return _parts_on_mesh(leaf, mapped) if on_mesh else lambda _: value
-    index = len(mapped)
+    own = operator.itemgetter(len(mapped))
+    if isinstance(value, Tracer) and type(spec) is int:  # as most are
+        mapped.append(Mapped(leaf.path, value, spec))
+        return own
     if isinstance(value, BatchOfRows):
         _check_rows_spec(leaf.path, spec)
         value.check_is_one_batch(leaf.path)
         mapped.append(MappedRows(leaf.path, value, 0, spec))
-        return lambda examples: examples[index]
+        return own
     if isinstance(spec, AxisSpec):
         made_of = spec.of_argument(value, leaf.path)
     else:
@@ -474,7 +477,7 @@ def _leaf_parts(
     else:
         value = _as_array(value, leaf.path, spread)
     mapped.append(kind(leaf.path, value, int(spec)))
-    return lambda examples: examples[index]
+    return own
 
 
 def _check_rows_spec(path: str, spec: object) -> None:

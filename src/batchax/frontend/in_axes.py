@@ -345,6 +345,8 @@ def spread_in_axes(
         placed = name in keyword_specs and not isinstance(in_axes, dict)
         add(name, arg, keyword_specs.get(name, 0), not placed)
     for leaf in leaves:
+        if type(leaf.spec) is int and isinstance(leaf.value, Tracer):  # as most are
+            continue
         if objects and _is_shared(leaf):
             leaf.spec = None
         elif is_rule(leaf.spec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -196,6 +197,8 @@ def flatten_outputs(
     def part(leaf: SpecifiedLeaf, whole: bool) -> Callable[[Sequence[Any]], Any]:
         """Adds the arrays of one leaf; returns how it is made of what these become."""
         value, spec = leaf.value, leaf.spec
+        if isinstance(value, Tracer) and type(spec) is int and spec in (0, -1):
+            return added(value, leaf.path, spec)  # as most are: nothing can be wrong
         if _is_rule(spec):
             spec = _from_rule(leaf)
         shared = is_object(value, leaf.path) and not is_container(value)
@@ -220,10 +223,12 @@ def flatten_outputs(
             return lambda _: value  # a constant comes back as it is
         if spec is None and whole and sum_match and not _is_extended(value):
             spec = Reduce("sum", unmapped="keep")
-        index = len(arrays)
+        return added(value, leaf.path, spec)
+
+    def added(value: Value, path: str, spec: Any) -> Callable[[Sequence[Any]], Any]:
         arrays.append(value)
-        described.append(OutputArray(leaf.path, spec))
-        return lambda outs: outs[index]
+        described.append(OutputArray(path, spec))
+        return operator.itemgetter(len(arrays) - 1)
 
     parts = [part(leaf, True) for leaf in leaves]
     return arrays, FlatOutputs(
@@ -333,6 +338,8 @@ def as_array(x: Value) -> Value:
 def place(axis: Axis, output: OutputArray, value: Value, position: Position) -> Value:
     """Puts one batched output where `out_axes` wants it."""
     spec = output.spec
+    if type(spec) is int and spec == position:  # by far the most frequent case
+        return value
     if isinstance(spec, Reduce):
         if position is None:
             if spec.unmapped == "keep":

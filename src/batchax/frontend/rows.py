@@ -49,6 +49,8 @@ def find_row_options(
       ArgumentTypeError: one is of the wrong type, or they do not go together.
       OptionError: `layout` is another word, or `buckets` is less than one.
     """
+    if buckets is None and type(layout) is str and layout == Layout.AUTO:
+        return RowOptions()
     buckets = _checked_buckets(buckets)
     check_one_of("layout", layout, *map(str, Layout))
     if layout == Layout.PACKED and batch_size is not None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core.primitives import cond_p, linear_solve_p, scan_p, while_p
@@ -316,22 +315,28 @@ def programs_inside(eqn: Eqn) -> list[Any]:
 def programs_held(eqn: Eqn) -> list[Any]:
     """Lists the same, with their constants if the parameters hold these, too."""
     programs: list[Any] = []
-    _add_programs(eqn.params.values(), programs)
+    for value in eqn.params.values():
+        if type(value) not in _plain:  # as most are, of which there are many
+            _add_programs(value, programs)
     return programs
 
 
-def _add_programs(values: Iterable[Value], programs: list[Any]) -> None:
-    for value in values:
-        if type(value) in _PLAIN:  # as most are, of which there are many
-            continue
-        if isinstance(value, (tuple, list)):
-            if not _PLAIN.issuperset(map(type, value)):
-                _add_programs(value, programs)
-        elif isinstance(value, _compat.JAXPR_TYPES):
-            programs.append(value)
+def _add_programs(value: Value, programs: list[Any]) -> None:
+    kind = type(value)
+    if isinstance(value, (tuple, list)):
+        if not _plain.issuperset(map(type, value)):
+            for part in value:
+                _add_programs(part, programs)
+    elif isinstance(value, _compat.JAXPR_TYPES):
+        programs.append(value)
+    elif kind.__module__.partition(".")[0] in _LIBRARIES:
+        _plain.add(kind)
 
 
-_PLAIN = frozenset({int, bool, str, float, type(None), np.dtype, type(np.dtype(float))})
+# Types of parameters that hold no programs. Those of other libraries are not listed: users make
+# classes, which would be kept.
+_plain: set[type] = {int, bool, str, float, type(None)}
+_LIBRARIES = frozenset({"builtins", "jax", "jaxlib", "numpy"})
 
 
 def with_inside(

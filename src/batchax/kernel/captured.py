@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +36,7 @@ from jax.tree_util import PyTreeDef
 from batchax import _compat
 from batchax.cache import cached_on
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.bodies import Anywhere, bodies_of, programs_held, programs_inside
+from batchax.jaxprs.bodies import bodies_of, programs_held, programs_inside
 from batchax.jaxprs.error_format import line_of
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Program, Value, Values, Var
@@ -57,17 +56,17 @@ def reject_lost(program: ClosedJaxpr, trace: Trace) -> ClosedJaxpr:
 
 def _reject_lost(program: Program, trace: Trace, called_at: str) -> None:
     jaxpr, consts = _compat.jaxpr_of(program), getattr(program, "consts", ())
-    for x, v in zip(consts, jaxpr.constvars, strict=False):
-        if isinstance(x, Tracer) and _compat.is_inside(x, trace):
-            reader = _reader(jaxpr, v)
-            place = called_at if reader is None else line_of(reader)
-            if _compat.staged_variable(x) is not None:
-                _compat.reject_escaped(x)  # JAX says where it was made
-            raise UnsupportedError(of_what_is_around(place, jax.typeof(x).str_short()))
+    if _compat.any_inside(consts, trace):
+        for x, v in zip(consts, jaxpr.constvars, strict=False):
+            if isinstance(x, Tracer) and _compat.is_inside(x, trace):
+                reader = _reader(jaxpr, v)
+                place = called_at if reader is None else line_of(reader)
+                if _compat.staged_variable(x) is not None:
+                    _compat.reject_escaped(x)  # JAX says where it was made
+                raise UnsupportedError(of_what_is_around(place, jax.typeof(x).str_short()))
     for eqn in filter(programs_held, jaxpr.eqns):
-        # `_tracers_inside` is cached on the equation, so programs without tracers are not walked.
-        if _tracers_inside.in_equation(eqn):
-            for inner in _run_by(eqn):
+        for inner in _run_by(eqn):
+            if _holds_tracers(inner):
                 _reject_lost(inner, trace, line_of(eqn))
 
 
@@ -81,21 +80,20 @@ def of_what_is_around(place: str, type_of: str) -> str:
     )
 
 
-_tracers_inside = Anywhere(
-    lambda eqn: any(
-        isinstance(x, Tracer) for program in _run_by(eqn) for x in getattr(program, "consts", ())
-    )
-)
-"""Whether a program holds traced values as constants of programs that it runs."""
+@cached_on("whether programs hold traced values as constants")
+def _holds_tracers(program: Program) -> bool:
+    """Returns whether a program, or one that it runs, holds traced values as constants."""
+    if any(isinstance(x, Tracer) for x in getattr(program, "consts", ())):
+        return True
+    eqns = filter(programs_held, _compat.jaxpr_of(program).eqns)
+    return any(_holds_tracers(inner) for eqn in eqns for inner in _run_by(eqn))
 
 
 def _run_by(eqn: Eqn) -> list[Any]:
-    """Returns the jaxprs that an equation runs on its operands.
+    """Returns the jaxprs that an equation with programs runs on its operands.
 
     Third parties hold other jaxprs in parameters (Lineax: the jaxpr that made an operator).
     """
-    if not programs_held(eqn):
-        return []
     bodies = bodies_of(eqn)
     # A jaxpr that the equation does not run has inputs that are not operands.
     return [body.program for body in bodies if len(body.operands) == len(body.jaxpr.invars)]
@@ -176,14 +174,18 @@ class MappedProgram:
 _running: ContextVar[MappedProgram | None] = ContextVar("batchax_running", default=None)
 
 
-@contextmanager
-def running(program: MappedProgram) -> Iterator[None]:
+class running:
     """Sets the program that is interpreted, for rules that look up what they close over."""
-    token = _running.set(program)
-    try:
-        yield
-    finally:
-        _running.reset(token)
+
+    # Entered at each call: a generator takes three times as long.
+    def __init__(self, program: MappedProgram) -> None:
+        self._program = program
+
+    def __enter__(self) -> None:
+        self._token = _running.set(self._program)
+
+    def __exit__(self, *_: object) -> None:
+        _running.reset(self._token)
 
 
 def may_be_differentiated() -> bool:
