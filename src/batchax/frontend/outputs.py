@@ -108,6 +108,7 @@ class Reduce:
 
     @property
     def reduction(self) -> Reduction:
+        """The reduction that `kind` names, or `kind` itself."""
         return self.kind if isinstance(self.kind, Reduction) else REDUCTIONS[self.kind]
 
 
