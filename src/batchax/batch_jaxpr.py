@@ -33,7 +33,7 @@ def batch_jaxpr(
       >>> program = jax.make_jaxpr(lambda w, x: w @ x)(jnp.ones((2, 3)), jnp.ones(3))
       >>> batched, out_axes = bx.batch_jaxpr(program, axis_size=8, in_axes=(None, 0))
       >>> [x.shape for x in batched.in_avals], out_axes
-      ([(2, 3), (8, 3)], (0,))
+      ([(2, 3), (8, 3)], (1,))
 
     Args:
       closed_jaxpr: A jaxpr over one example, from ``jax.make_jaxpr``.

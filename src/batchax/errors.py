@@ -23,7 +23,7 @@ class AxisError(BatchaxError, ValueError):
     """Reports an axis, size, or axis specification that does not fit; a ``ValueError``.
 
     Example:
-      >>> bx.vmap(jnp.add)(jnp.ones(3), jnp.ones(4))
+      >>> bx.vmap(lambda x, y: x + y)(jnp.ones(3), jnp.ones(4))
       Traceback (most recent call last):
       batchax.errors.AxisError: the mapped axes must have one size, but they have 3, 4:
         x: shape (3,), axis 0, size 3
@@ -60,7 +60,7 @@ class UnsupportedError(BatchaxError, NotImplementedError):
     Example:
       >>> bx.check(lambda x: jax.lax.psum(x, "i"), axis_name="i")(jnp.ones(3))
       Traceback (most recent call last):
-      batchax.errors.UnsupportedError: check compares with the function of one lane by itself, ...
+      batchax.errors.UnsupportedError: check compares with the function of one lane alone, ...
     """
 
 
