@@ -178,14 +178,18 @@ def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> Ch
 
 def can_run(loop: ChunkLoop, operands: Values) -> bool:
     """Returns whether the program of a loop can be traced."""
-    avals = [jax.typeof(x) for x in _compat.varying_alike(operands)]
     try:
-        loop.program(avals, loop.width)
+        _traced(loop, operands)
     # With a gradient it cannot if something inside has no reverse mode, such as a loop of unknown
     # length. JAX or the user's code may raise any error then.
     except Exception:
         return False
     return True
+
+
+def _traced(loop: ChunkLoop, operands: Values) -> ClosedJaxpr:
+    avals = [jax.typeof(x) for x in _compat.varying_alike(operands)]
+    return loop.program(avals, loop.width)
 
 
 def inner_product(gradient: Sequence[Any], tangents: Values) -> Value:
@@ -224,6 +228,16 @@ def jvp(primals: Values, tangents: Values, *, loop: ChunkLoop, program: ClosedJa
         return outs, zeros
     _reject_effects(program)
     tangent_loop = _tangent_loop(loop, moving, dependent)
+    # A rounded operand is used, and its tangent is not. It gets no cotangent: what made it, such as
+    # a loop of unknown length, may have no reverse mode.
+    dots = [tangents[i] for i in moving]
+    inner = _traced(tangent_loop, [*primals, *dots])
+    read = _compat.used_inputs(inner, [True] * len(inner.out_avals))[1 + len(primals) :]
+    if not all(read):
+        moving = [i for i, is_read in zip(moving, read, strict=True) if is_read]
+        tangent_loop = _tangent_loop(loop, moving, dependent)
+    if not moving:
+        return outs, zeros
     given = _after(outs, primals) if calls_library(program.jaxpr) else primals
     given = map(_compat.unconsumed, given)  # the derivative uses keys again
     dots = chunk_loop(tangent_loop, [*given, *(tangents[i] for i in moving)])
