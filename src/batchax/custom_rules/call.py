@@ -235,9 +235,9 @@ def spread(axis: Axis, x: Value, batched: bool, target: bool) -> Value:
 
 custom_call_p = declare("custom_batched_call")
 
-has_derivative_rules = Anywhere(
-    lambda eqn: eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
-)
+# The last are those that JAX will have (jax_custom_jvp3, jax_custom_vjp3), among others.
+_MAY_HAVE_RULES = frozenset(("custom_jvp_call", "custom_vjp_call", "call_hi_primitive"))
+has_derivative_rules = Anywhere(lambda eqn: eqn.primitive.name in _MAY_HAVE_RULES)
 
 
 def per_example(jaxpr: ClosedJaxpr, steps: Sequence[DerivativeStep]) -> Flat:
