@@ -181,4 +181,5 @@ if __name__ == "__main__":
     old, new = ([line.partition(" [")[0] for line in text] for text in (before, now))
     changes = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     changed = sum(max(j - i, n - m) for how, i, j, m, n in changes if how != "equal")
-    print(f"{len(now)} lines in {FILE}; {changed} decisions are others", file=sys.stderr)
+    said = f"{changed} decisions are others; lines differ in the thresholds that were read, too"
+    print(f"{len(now)} lines in {FILE}; {said}", file=sys.stderr)

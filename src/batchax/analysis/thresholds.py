@@ -31,7 +31,10 @@ _CORES = os.cpu_count() or 1  # to ask takes as long as a few operations to trac
 
 
 class Thresholds(NamedTuple):
-    """Holds the thresholds of a kind of device, and what the device is."""
+    """Holds the thresholds of a kind of device, and what the device is.
+
+    Defaults are those of a CPU.
+    """
 
     max_move_steps: float = 1.5
     """Steps of a lane that moving it in and out of a window, or to a tile, may cost.

@@ -10,7 +10,10 @@ from batchax.frontend.options import check_count, check_one_of
 
 
 class Layout(StrEnum):
-    """Names the ways to hold rows while they are computed."""
+    """Names the ways to hold rows while they are computed.
+
+    Below `InRows.run` only AUTO, PACKED, and PADDED are known: others are branches there.
+    """
 
     AUTO = "auto"
     PACKED = "packed"
