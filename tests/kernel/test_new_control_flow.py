@@ -12,6 +12,7 @@ from jax.interpreters import ad, mlir
 import batchax as bx
 from batchax.jaxprs.bodies import Body, ControlFlow, register_control_flow
 from batchax.jaxprs.primitive_facts import describe
+from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import varying_of
 from batchax.rows.padded import padded_rule
 from batchax.rows.padded_rules.calls import arrays, run_inside, typed_rows
@@ -94,7 +95,7 @@ def repeat_rule(axis, args, axes, /, *, jaxpr, times):
 def repeat_rows(op, *rows, jaxpr, times):
     """All rows take as many steps, each of a padded row."""
     if not op.sizes.is_exact(times):
-        raise op.refuse("it takes as many steps as the row is long.")
+        raise op.reject("it takes as many steps as the row is long.")
 
     def step(_, carry):
         outs = run_inside(op.sizes, jaxpr, typed_rows(carry, jaxpr.in_avals))
@@ -221,3 +222,76 @@ def test_the_search_for_nonfinite_looks_into_its_body():
     assert (first.primitive, first.iterations) == ("log", (1,))  # an infinity, and then a NaN
     assert first.turned.startswith("`log` test_new_control_flow.py")
     assert (second.primitive, second.kind, second.iterations) == ("log", "nan", (2,))
+
+
+# --- the same, with the number of steps as an operand, which lanes may have of their own ----------
+
+repeat_n_p = Primitive("test_repeat_n")
+repeat_n_p.multiple_results = True
+
+
+def run_repeat_n(n, *carry, jaxpr):
+    return run_repeat(*carry, jaxpr=jaxpr, times=n)
+
+
+repeat_n_p.def_impl(run_repeat_n)
+repeat_n_p.def_effectful_abstract_eval(
+    lambda n, *carry, jaxpr: (list(jaxpr.out_avals), jaxpr.effects)
+)
+mlir.register_lowering(repeat_n_p, mlir.lower_fun(run_repeat_n, multiple_results=True))
+
+
+def repeat_n_bodies(eqn):
+    k = len(eqn.invars) - 1
+    operands, results = tuple(range(1, k + 1)), tuple(range(k))
+    return (Body("body", eqn.params["jaxpr"], operands, results, 0, k, times=None, count=0),)
+
+
+def repeat_n_with(eqn, bodies, operands, programs, more):
+    (program,), (n, *carry) = programs, operands
+    step = lambda *xs: [*xs[: len(more)], *eval_jaxpr(program.jaxpr, program.consts, *xs)]
+    closed = jax.make_jaxpr(lambda *xs: step(*xs)[: len(more) + len(carry)])(*more, *carry)
+    return repeat_n_p.bind(n, *more, *carry, jaxpr=closed)[len(more) :]
+
+
+register_control_flow(
+    repeat_n_p, ControlFlow(step="jaxpr", bodies=repeat_n_bodies, rebuild=repeat_n_with)
+)
+describe([repeat_n_p], linear=True, costly=True, control=True, endless=True)
+
+
+@bx.register_rule(repeat_n_p)
+def repeat_n_rule(axis, args, axes, /, *, jaxpr):
+    if axes[0] is not None:  # lanes take different numbers of steps
+        types = [jax.typeof(args[0]).update(shape=()), *jaxpr.in_avals]
+        as_while = jax.make_jaxpr(lambda *xs: run_repeat_n(*xs, jaxpr=jaxpr))(*types)
+        return interpret(axis, as_while.jaxpr, as_while.consts, args, axes)
+    n, *carry = args
+    body, settled, _ = settle(axis, jaxpr, (), axes[1:], (), varying_of(carry))
+    return repeat_n_p.bind(
+        n, *match_carry(axis, carry, axes[1:], settled, body.in_avals), jaxpr=body
+    ), settled
+
+
+def wave_n(n, x):
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    return repeat_n_p.bind(n, x, jaxpr=jax.make_jaxpr(lambda c: [jnp.log(c) * 2])(*types))[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"divergence": "compact"}, {"batch_size": 2}], ids=str)
+def test_as_many_steps_as_a_lane_has(options):
+    x, counts = 30 + example((5, 3)), jnp.array([0, 1, 3, 2, 2], np.int32)
+    for n, axes in ((counts, 0), (counts[2], (None, 0))):
+        per_lane = [wave_n(m, row) for m, row in zip(jnp.broadcast_to(n, 5), x, strict=True)]
+        same(bx.vmap(wave_n, axes, **options)(n, x), jnp.stack(per_lane), dict(rtol=1e-5))
+    shared = bx.vmap(wave_n, (0, None), **options)(counts, x[0])
+    same(shared, jnp.stack([wave_n(m, x[0]) for m in counts]), dict(rtol=1e-5))
+
+
+@pytest.mark.compiles(60)
+def test_reports_run_a_loop_whose_steps_an_operand_counts():
+    x = jnp.array([1.0, 30.0, 1.5])
+    for n, axes, lanes in ((np.int32(3), (None, 0), [0, 2]), (jnp.array([1, 3, 3]), 0, [2])):
+        assert bx.find_nonfinite(wave_n, axes)(n, x).lanes.tolist() == lanes
+        found = bx.explain(wave_n, axes, measure=True, time_limit=60.0)(n, 30 + x)
+        assert any(e.primitive == "log" for e in found.walk())

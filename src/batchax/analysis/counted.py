@@ -317,13 +317,19 @@ class Counted:
     ) -> tuple[Sequence[Any], Any]:
         (body,) = bodies_of(eqn)
         program, first = _compat.close(body.program), body.same + body.carried
-        consts, carry, xs = operands[: body.same], operands[body.same : first], operands[first:]
+        given = [operands[i] for i in body.operands]
+        consts, carry, xs = given[: body.same], given[body.same : first], given[first:]
 
         def step(state: Tree, x: Value) -> Value:
             carry, counts = state
             outs, counts = self._run(program.jaxpr, program.consts, [*consts, *carry, *x], counts)
             return (outs[: body.carried], counts), outs[body.carried :]
 
+        if body.times is None:
+            once = lambda _, state: step(state, [])[0]
+            with named_as_marked(program):
+                carry, counts = lax.fori_loop(0, operands[body.count], once, (carry, counts))
+            return list(carry), counts
         with named_as_marked(program):
             (carry, counts), ys = lax.scan(step, (carry, counts), xs, body.times, body.reverse)
         return [*carry, *ys], counts

@@ -92,7 +92,7 @@ def _run(
         own: Terms | None = x.products
         if k < body.carried:
             own = None if k in read else _without(own, given[body.same + k].products[0])
-        if not own or not all(map(is_deferred, own)):
+        if not own or body.times is None or not all(map(is_deferred, own)):
             continue
         values = [f.value for t in own for f in t.factors]
         new = {id(v): v for v in values if isinstance(v, Tracer) and id(v) not in inputs}

@@ -38,8 +38,10 @@ class Body:
     results: tuple[int, ...]
     same: int  # inputs that are the same whenever the program runs
     carried: int = 0  # inputs that a loop carries; it returns the next ones first
-    times: Any = 1  # how often it runs; None if that depends on values
+    # How often it runs; None if that depends on values: on a condition, or on the operand `count`.
+    times: Any = 1
     reverse: bool = False  # whether a loop takes slices from the last to the first
+    count: int | None = None
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -77,8 +79,8 @@ class ControlFlow:
     """Says which parameters of a primitive hold the jaxprs that it runs."""
 
     step: str = ""  # the parameter with the jaxpr of a step, of a loop
-    # The parameter with the predicate, of a loop that ends on a value. Empty for primitives of
-    # batchax that stand for such a loop.
+    # The parameter with the predicate, of a loop that ends on a value. Only `while`
+    # has it: what differs between lanes is read from its parameters. Others have `count`.
     test: str = ""
     branches: str = ""  # the parameter with the branches; the first operand selects one
     # from an equation to the jaxprs that it runs

@@ -164,6 +164,8 @@ def differing_in(eqn: Eqn, operands: Differs) -> Differing:
     if flow.test:
         return _of_while(eqn, bodies, operands)
     (body,) = bodies
+    if body.count is not None and operands[body.count]:  # lanes stop at different steps
+        return Differing((True,) * len(eqn.outvars), False)
     inside = differing_in_steps(body.jaxpr, body.same, body.carried, _given(body, operands))
     results = [any(operands)] * len(eqn.outvars)
     for k, differs in zip(body.results, inside.results, strict=True):

@@ -445,7 +445,7 @@ class Evaluator:
             # A reversed scan counts its steps from the last one.
             index = length - 1 - count if reverse else count
             args = [
-                *operands[: body.same],
+                *(operands[i] for i in body.operands[: body.same]),
                 *map(_whole, values, origins),
                 *map(self._part, parts, of_sliced),
             ]
@@ -454,6 +454,11 @@ class Evaluator:
             return (count + 1, values[:n], marks[:n], inner.seen), (values[n:], marks[n:])
 
         start = jnp.int32(0), [c.value for c in carry], self.whole(carry), self.seen
+        if length is None:
+            steps = operands[body.count].value
+            state = lax.fori_loop(0, steps, lambda _, state: step(state, [])[0], start)
+            _, last, origins, self.seen = state
+            return list(map(_whole, last, origins))
         state, (ys, marks) = lax.scan(
             step, start, [s.value for s in sliced], length=length, reverse=reverse
         )
