@@ -328,7 +328,7 @@ class Counted:
         if body.times is None:
             once = lambda _, state: step(state, [])[0]
             with named_as_marked(program):
-                carry, counts = lax.fori_loop(0, operands[body.count], once, (carry, counts))
+                carry, counts = lax.fori_loop(0, body.counted_by(operands), once, (carry, counts))
             return list(carry), counts
         with named_as_marked(program):
             (carry, counts), ys = lax.scan(step, (carry, counts), xs, body.times, body.reverse)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from jax import lax
 from jax.core import eval_jaxpr
@@ -17,8 +17,11 @@ from jax.extend.core.primitives import cond_p, linear_solve_p, scan_p, while_p
 
 from batchax import _compat
 from batchax.cache import Cache
+from batchax.errors import UnsupportedError
 from batchax.jaxprs.primitive_facts import body_parameter, facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Program, Value, Values
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,15 @@ class Body:
     def is_branch(self) -> bool:
         """Whether one of several programs runs, and this may be another one."""
         return self.role.startswith("branch")
+
+    def counted_by(self, operands: Sequence[T]) -> T:
+        """Returns the operand `count`, of a loop whose `times` is None."""
+        if self.count is None:
+            raise UnsupportedError(
+                "a loop does not say how many steps it takes: its Body in register_control_flow "
+                "must have `times`, `count`, or a condition."
+            )
+        return operands[self.count]
 
     @property
     def carry_operands(self) -> tuple[int, ...]:

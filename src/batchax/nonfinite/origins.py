@@ -455,7 +455,7 @@ class Evaluator:
 
         start = jnp.int32(0), [c.value for c in carry], self.whole(carry), self.seen
         if length is None:
-            steps = operands[body.count].value
+            steps = body.counted_by(operands).value
             state = lax.fori_loop(0, steps, lambda _, state: step(state, [])[0], start)
             _, last, origins, self.seen = state
             return list(map(_whole, last, origins))
