@@ -43,3 +43,11 @@ def test_rows_are_in_blocks_of_their_class(kind):
         assert (found.number[empty] == len(capacity)).all()
         for row, held in zip(found.row, found.held, strict=True):
             assert (row[held:] == row[0]).all()
+
+
+def test_steps_that_jax_counts_in_64_bits():
+    with jax.enable_x64(True):
+        places = places_where(np.array([False, True, True]), 2)
+        blocks = find_blocks(np.array([0, 1, 0], np.int32), (2, 4), 3)
+    assert places.tolist() == [1, 2]
+    assert blocks.held.sum() == 3

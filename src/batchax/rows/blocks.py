@@ -86,6 +86,7 @@ def _blocks_on_cpu(kind: Value, *, capacity: Sequence[int], blocks: int) -> list
     def place(i: Value, state: tuple[Any, ...]) -> tuple[Any, ...]:
         """In the block of the row's class that is being filled; the next block, if it is full."""
         free, filling, left, block, slot, of_block, held, row = state
+        i = lax.convert_element_type(i, np.int32)  # JAX counts steps in 64 bits, if there are such
         k = entry_of(kind, i)
         room, unfilled = entry_of(capacities, k), entry_of(left, k)
         full = unfilled == zero

@@ -41,11 +41,14 @@ def _places_on_cpu(condition: Value, *, size: int) -> jax.Array:
     if not (lanes and count):
         return jnp.zeros((*leading, size), np.int32)
 
+    # JAX counts steps in 64 bits where there are such integers.
     def of_lane(lane: Value, places: Value) -> Value:
+        lane = lax.convert_element_type(lane, np.int32)
         to, first = lane * np.int32(room), lane * np.int32(count)
 
         def step(place: Value, state: tuple[Any, Any]) -> tuple[Any, Any]:
             places, found = state
+            place = lax.convert_element_type(place, np.int32)
             # Each place is written: one where nothing is true is written over by the next.
             places = put_entry(places, place, to + lax.min(found, last))
             is_true = entry_of(flat, first + place)
