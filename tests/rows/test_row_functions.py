@@ -14,7 +14,7 @@ from batchax.jaxprs.bodies import with_inside
 from batchax.rows.layouts import Costs, choose_packed, flatten
 from batchax.rows.sizes import Sizes
 
-from support.oracle import same, shares
+from support.oracle import example, same, shares
 from support.rows import check_rows, check_rows_of_all, chosen, ragged, ways
 
 LENGTHS = (4, 2)
@@ -531,3 +531,30 @@ def test_groups_of_a_convolution_that_differ_in_size_are_refused_or_run_by_lengt
 def test_what_no_padding_makes_exact_is_refused(name):
     with pytest.raises(bx.UnsupportedError, match="for rows of different lengths at once"):
         jax.jit(bx.vmap(REFUSED[name], layout="padded"))(ragged(3))
+
+
+PARTS_OF_TABLES = {
+    "from the start": lambda p, x: p[: x.shape[0]],
+    "less one": lambda p, x: p[1 : x.shape[0]],
+    "behind": lambda p, x: p[x.shape[0] :].sum(0),
+    "reversed": lambda p, x: p[: x.shape[0]][::-1],
+    "added up": lambda p, x: (p[: x.shape[0]].T * x).sum(),
+    "of columns": lambda p, x: p.T[..., : x.shape[0]],
+    "padded": lambda p, x: jnp.pad(p[None], ((0, 0), (0, x.shape[0])) + ((0, 0),) * (p.ndim - 1)),
+    "written": lambda p, x: jnp.zeros_like(p).at[: x.shape[0]].set(1),
+    "its gradient": lambda p, x: jax.grad(lambda p: (p[: x.shape[0]] ** 2).sum())(p),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "packed"}, {"buckets": 2}], ids=str)
+@pytest.mark.parametrize("part", PARTS_OF_TABLES.values(), ids=PARTS_OF_TABLES)
+def test_a_part_as_long_as_the_row_of_what_all_rows_share(part, options):
+    """Such as positions that are added: it begins anew for each row, however long the array is."""
+    rows = [jnp.arange(1.0, n + 1) for n in (2, 4, 3)]
+    for shape in ((4,), (20,), (4, 2)):
+        table = example(shape)
+        expected = [part(table, row) for row in rows]
+        call = bx.vmap(part, (None, 0), **options)
+        for run in (call, jax.jit(call)):
+            for got, own in zip(run(table, bx.Ragged.from_rows(rows)), expected, strict=True):
+                np.testing.assert_allclose(got, own, rtol=1e-6)

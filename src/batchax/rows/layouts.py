@@ -320,7 +320,7 @@ def _looked_up(eqn: Eqn, at: int) -> bool:
         if has_symbols(indices):  # of each element by its own index
             return (where, ragged_axis(indices)) in zip(*paired, strict=True)
         return where not in (*touched, *dnums.operand_batching_dims)
-    return ragged_axis(indices) != len(indices) - 1
+    return ragged_axis(indices) != len(indices) - 1 and not has_symbols(eqn.params["slice_sizes"])
 
 
 def _unpadded(eqn: Eqn, at: int) -> bool:
@@ -447,9 +447,11 @@ def _can_pack(eqn: Eqn, batched: Sequence[bool], look: _Look) -> bool:
     if check is None or (any(batched) and not may_differ):
         return False
     places = [at for v in eqn.invars if (at := ragged_axis(v.aval.shape)) is not None]
+    if not places:  # a part of what all rows share begins anew for each row
+        return name in ("broadcast_in_dim", "iota")
     if name in REDUCED and places[0] in eqn.params["axes"]:
         return eqn.invars[0].aval.dtype == jnp.bool_ or name in REDUCTIONS
-    return all(check(eqn, at) for at in places or [0])
+    return all(check(eqn, at) for at in places)
 
 
 def _closes_over_rows(eqn: Eqn, batched: Sequence[bool]) -> bool:

@@ -91,16 +91,18 @@ class PackedSizes(Sizes):
     count: int = 0  # how many rows there are
 
     def _shorter(self, dim: Dim) -> Shorter | None:
-        """Of which size it is less, and by how much; None if by nothing."""
-        of = shorter(dim, self.of_row) if is_symbolic(dim) else None
-        return of if of is not None and of[1] else None
+        """Of which size it is less, and by how much; None if it is one of these."""
+        # A size may be another one in all rows at hand, as ``min(9, n)`` is: it is as long as that.
+        named = not is_symbolic(dim) or str(dim).isidentifier()
+        return None if named else shorter(dim, self.of_row)
 
     def bound(self, dim: Dim) -> int:
         of = self._shorter(dim)
         return super().bound(dim) if of is None else self.bounds[of[0]]
 
     def is_exact(self, dim: Dim) -> bool:
-        return self._shorter(dim) is None and super().is_exact(dim)
+        of = self._shorter(dim)
+        return (of is None or not of[1]) and super().is_exact(dim)
 
     def belongs(self, dim: Dim) -> jax.Array:
         """Which elements belong to a row of this size: so many more of the same row follow."""
