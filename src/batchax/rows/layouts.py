@@ -447,7 +447,7 @@ def _can_pack(eqn: Eqn, batched: Sequence[bool], look: _Look) -> bool:
     if check is None or (any(batched) and not may_differ):
         return False
     places = [at for v in eqn.invars if (at := ragged_axis(v.aval.shape)) is not None]
-    if not places:  # a part of what all rows share begins anew for each row
+    if not places:  # a part of what all rows share: each row has its own copy of it
         return name in ("broadcast_in_dim", "iota")
     if name in REDUCED and places[0] in eqn.params["axes"]:
         return eqn.invars[0].aval.dtype == jnp.bool_ or name in REDUCTIONS
