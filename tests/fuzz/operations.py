@@ -164,6 +164,9 @@ jnp.diag({v})
 jnp.ones_like({n}) * {s}
 jnp.eye(3) * {s}
 lax.slice({v}, (1,), (2,))
+{n}[: {n2}.shape[0]]
+jnp.arange(7.0)[: {v}.shape[0]] * {s}
+jnp.arange(7.0)[{v}.shape[0] :]
 {n}[:0]
 jnp.insert({v}, 1, {s})
 lax.pad({m}, {s}, [(1, -1, 0), (0, 0, 1)])
