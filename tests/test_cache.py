@@ -281,7 +281,6 @@ REMEMBERED = {
     "rows/layouts.py": {"functools.cache"},
     "rows/padded_rules/linalg.py": {"_diagonal_added"},
     "rows/padded_rules/operations.py": {"_sums"},
-    "rules/calls.py": {"function"},
     "rules/masking.py": {"_values"},
     "linalg/eigh.py": {"_tables"},
     "linalg/elements.py": {"rounds"},

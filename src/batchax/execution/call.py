@@ -300,7 +300,12 @@ def _raise_here(call: Call, arrays: Values) -> None:
     could handle the error.
     """
     computed = [x for x in map(_compat.array_behind, arrays) if x is not None]
-    if computed and may_call_python.in_program(call.staged):
+    if not computed:
+        return
+    # An operation of `jax.experimental.hijax` is staged for its program, which may name the axis.
+    with _compat.named_scope(call.axis.name, call.axis.size):
+        waits = may_call_python.in_program(call.staged)
+    if waits:
         jax.block_until_ready(computed)
 
 
