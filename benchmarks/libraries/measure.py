@@ -61,8 +61,8 @@ def measured(program: Program, quick: bool) -> Iterator[Found]:
     failed: dict[str, str] = {}
     runs: dict[str, Callable[[], int]] = {}
     jax.block_until_ready(jax.jit(lambda: 0)())
-    # What libraries do once is no part of a first call. Functions are new each time: JAX remembers
-    # what it traced of each, and tracing is part of all first calls.
+    # Libraries initialize themselves before a first call is measured. Each call gets a new
+    # function, as JAX caches the trace of a function, and a first call includes tracing.
     before, given = program.ways(args)[BEFORE]
     jax.eval_shape(before, *given)
     for name, (fun, given) in program.ways(args).items():

@@ -224,7 +224,7 @@ def test_an_outage_stops_all_workers(x, engine):
 
 
 def test_no_row_is_quarantined_after_an_outage_ended_the_call(x, monkeypatch):
-    """By a unit that is about to be recorded as the call ends, and that nobody waits for."""
+    """By a unit that ends after its call, just before its record."""
     write, running, begun = Work.write, Attempts.running, []
 
     def noted(attempts, unit, attempt):

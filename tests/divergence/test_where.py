@@ -124,7 +124,7 @@ DERIVATIVES = [
 
 
 def but_for_platforms(text):
-    """How many operations loop, branch, or move lanes, but for the branches that are platforms."""
+    """How many operations loop, branch, or move lanes, except for branches of platforms."""
     return moved(text) - Counter({"case": moved(text)["case"]})
 
 

@@ -549,7 +549,7 @@ PARTS_OF_TABLES = {
 @pytest.mark.parametrize("options", [{}, {"layout": "packed"}, {"buckets": 2}], ids=str)
 @pytest.mark.parametrize("part", PARTS_OF_TABLES.values(), ids=PARTS_OF_TABLES)
 def test_a_part_as_long_as_the_row_of_what_all_rows_share(part, options):
-    """Such as positions that are added: it begins anew for each row, however long the array is."""
+    """Such as positions that are added: each row reads from the start of the array."""
     rows = [jnp.arange(1.0, n + 1) for n in (2, 4, 3)]
     for shape in ((4,), (20,), (4, 2)):
         table = example(shape)

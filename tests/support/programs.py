@@ -1,4 +1,4 @@
-"""Programs of one example that nobody wrote, by number; see `fuzz.programs`."""
+"""Random programs of one example, by number; see `fuzz.programs`."""
 
 import functools
 

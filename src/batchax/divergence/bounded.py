@@ -381,8 +381,10 @@ def run_with_tail(apart: TailCompaction, loop: BoundedLoop) -> PlacedOutputs:
                 return every_step(apart.axis, given)
 
         def run(args: Values) -> list[Any]:
-            ways = functools.partial(placed, decided), functools.partial(placed, masked)
-            return ways[0](*args) if apart.at_once else as_decided(*ways, args)
+            if apart.at_once:
+                return placed(decided, *args)
+            runs = functools.partial(placed, decided), functools.partial(placed, masked)
+            return as_decided(*runs, args)
 
         # Compiled as one program, in which what only derivatives need is dropped.
         positions: list[Any] = []

@@ -91,8 +91,8 @@ class ControlFlow:
     """Says which parameters of a primitive hold the jaxprs that it runs."""
 
     step: str = ""  # the parameter with the jaxpr of a step, of a loop
-    # The parameter with the predicate, of a loop that ends on a value. Only `while`
-    # has it: what differs between lanes is read from its parameters. Others have `count`.
+    # The parameter with the predicate, of a loop that ends on a value. Only `while` has it, as its
+    # other parameters are read by name, too. Other loops whose steps depend on values have `count`.
     test: str = ""
     branches: str = ""  # the parameter with the branches; the first operand selects one
     # from an equation to the jaxprs that it runs

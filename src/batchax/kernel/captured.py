@@ -177,7 +177,7 @@ _running: ContextVar[MappedProgram | None] = ContextVar("batchax_running", defau
 class running:
     """Sets the program that is interpreted, for rules that look up what they close over."""
 
-    # Entered at each call: a generator takes three times as long.
+    # Each call enters it. A generator as context manager would be 3x slower.
     def __init__(self, program: MappedProgram) -> None:
         self._program = program
 

@@ -524,8 +524,8 @@ def find(primitive: _compat.Primitive) -> Registered | None:
 def is_foreign(primitive: _compat.Primitive) -> bool:
     """Returns whether `primitive` has a rule that is not batchax's, and no facts."""
     entry = find(primitive)
-    theirs = _compat.jax_has_rule(primitive) if entry is None else entry.is_users
-    return theirs and facts_of(primitive) is UNKNOWN
+    foreign = _compat.jax_has_rule(primitive) if entry is None else entry.is_users
+    return foreign and facts_of(primitive) is UNKNOWN
 
 
 def registrations() -> int:
