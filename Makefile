@@ -102,14 +102,14 @@ test-all: test
 nightly: .venv/ready azurite fake-gcs
 	.venv/bin/python $(PYTEST) --nightly --compile-all
 	$(call on_3_12,$(PYTEST) --nightly $(COMPUTES),$(DOUBLE))
+	$(NEXT) .venv/bin/python $(PYTEST) $(DERIVATIVES)
 	$(call on_3_12,$(PYTEST) $(DERIVATIVES),$(NEXT))
 	$(if $(filter no,$(SUITES)),,$(MAKE) --no-print-directory suites)
 
 suites: .venv/ready
 	cd tests && PYTHONPATH=..:. ../.venv/bin/python -m suites $(ONLY)
 
-# The custom derivatives that JAX will have: its own tests run with both. The oldest version has them
-# half done: in a batching rule a function with a rule for cotangents has no forward mode there.
+# The custom derivatives that JAX will have: its own tests run with both.
 NEXT := JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_REMAT3=1
 DERIVATIVES := tests/rules/test_custom_derivatives.py tests/rules/test_closing_rules.py \
     tests/execution/test_chunked_derivatives.py tests/execution/test_losses.py \

@@ -7,6 +7,7 @@ import pytest
 
 import batchax as bx
 
+from support.high_operations import normalized
 from support.oracle import agree, example, same
 
 VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
@@ -226,3 +227,32 @@ def test_second_derivatives_of_a_function_with_rules_of_derivatives(ruled, secon
     }
     run = lambda f: wraps[batched](SECOND[second], f)
     agree(run(with_rule), run(function), jnp.linspace(-1.0, 1.0, 5))
+
+
+@pytest.mark.parametrize("batched", ["alone", "jax.vmap", "bx.vmap", "in chunks"])
+def test_a_function_without_a_forward_mode(batched):
+    fun = lambda x: normalized(x)[0]
+    f = bx.custom_vmap(fun)
+    f.def_vmap(lambda size, batched, x: (fun(x), True))
+    maps = {
+        "alone": lambda f: lambda x: jnp.stack([f(row) for row in x]),
+        "jax.vmap": jax.vmap,
+        "bx.vmap": bx.vmap,
+        "in chunks": lambda f: bx.vmap(f, batch_size=2),
+    }
+    gradient = lambda f: jax.grad(lambda x: jnp.sum(jnp.cos(f(x))))
+    x = jnp.linspace(-1.0, 2.0, 15).reshape(5, 3)
+    same(gradient(maps[batched](f))(x), gradient(maps["alone"](fun))(x))
+
+
+def test_a_transpose_by_another_operand_than_the_tangents():
+    """The tangents of a product are linear in the other factor, too."""
+    f = bx.custom_vmap(lambda y, x: y * jnp.sin(x))
+    f.def_vmap(lambda size, batched, y, x: (y * jnp.sin(x), True))
+    x, t = jnp.arange(3.0), jnp.arange(1.0, 4.0)
+
+    def one(x, t, ct):
+        tangent = lambda y: jax.jvp(lambda x: f(y, x), (x,), (t,))[1]
+        return jax.linear_transpose(tangent, x)(ct)[0]
+
+    same(jax.vmap(one)(x, t, x + 5), jnp.cos(x) * t * (x + 5))

@@ -11,6 +11,7 @@ from jax import lax
 import batchax as bx
 
 from support.derivative_rules import tripled_jvp
+from support.high_operations import normalized
 from support.oracle import agree, example, same
 
 LANES = 5
@@ -155,7 +156,7 @@ def test_a_rule_for_an_argument_that_no_value_depends_on(rule):
 
 
 @pytest.mark.parametrize("step", [jnp.sin, lambda x: jnp.max(x, 0)], ids=["sine", "maximum"])
-@pytest.mark.compiles(60)
+@pytest.mark.compiles(100)
 def test_steps_over_rows_that_do_not_read_the_row(step):
     """Each step is the same for all rows, and how many there are is not."""
     lengths, x = np.array([3, 1, 4, 2]), jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -198,3 +199,36 @@ def test_an_operand_without_a_derivative_may_be_made_without_reverse_mode(fun):
     total = lambda batched: jax.grad(lambda x: jnp.sum(batched(x, grow(x))))
     chunked = bx.vmap(fun, batch_size=3)
     np.testing.assert_allclose(total(chunked)(x), total(jax.vmap(fun))(x), rtol=1e-6)
+
+
+@jax.custom_vjp
+def _tripled(x):
+    return jnp.sin(x)
+
+
+_tripled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (3 * ct * jnp.cos(x),))
+
+IN_REVERSE_ALONE = {
+    "of another library": lambda x, w: x * normalized(w)[0] + normalized(x)[0],
+    "in jit": lambda x, w: jax.jit(lambda w: normalized(w)[0])(w) * x,
+    "in a loop": lambda x, w: lax.fori_loop(0, 3, lambda _, y: normalized(y + x)[0], w),
+    "in a bounded loop": lambda x, w: bx.bounded_while(
+        lambda y: y[0] < 2, lambda y: normalized(y)[0] + x + 1, w, max_steps=3
+    ),
+    "in a branch": lambda x, w: lax.cond(x[0] > 2, lambda: normalized(w)[0], lambda: w) * x,
+    "in jax.vmap": lambda x, w: jax.vmap(_tripled)(x) * jax.vmap(_tripled)(w),
+    "in remat": lambda x, w: jax.checkpoint(jax.vmap(_tripled))(w) * x,
+}
+
+
+@pytest.mark.parametrize("name", IN_REVERSE_ALONE)
+def test_operations_without_a_forward_mode(name):
+    """Chunks and bounded loops transpose forward mode, which these do not have.
+
+    Nor has ``jax.vmap`` of a ``custom_vjp`` function, with JAX 0.10 and its ``jax_custom_vjp3``.
+    """
+    fun, w = IN_REVERSE_ALONE[name], jnp.linspace(0.2, 1.0, 3)
+    x = jnp.linspace(-1.0, 2.0, 15).reshape(5, 3)
+    gradients = lambda f: jax.grad(lambda x, w: jnp.sum(jnp.cos(f(x, w))), (0, 1))
+    chunked = gradients(bx.vmap(fun, (0, None), batch_size=2))
+    same(chunked(x, w), gradients(lambda x, w: jnp.stack([fun(row, w) for row in x]))(x, w))

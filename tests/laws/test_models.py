@@ -232,9 +232,9 @@ def test_objects_among_arguments_and_results():
     rows = bx.Ragged.from_rows([np.ones(n, np.float32) for n in (2, 1, 2)])
     grouped = bx.vmap(lambda c, x: (x, c["activation"]), buckets=2)(config, rows)
     assert grouped[1] is jnp.tanh
-    with pytest.raises(bx.ArgumentTypeError, match=r"ys\[1\] of type"):
+    with pytest.raises(bx.ArgumentTypeError, match=r"ys\[1\] is of type"):
         bx.scan(lambda carry, x: (carry, (x, jnp.sin)))(0.0, XS)
-    with pytest.raises(bx.ArgumentTypeError, match=r"out\['made by'\] of type object"):
+    with pytest.raises(bx.ArgumentTypeError, match=r"out\['made by'\] is of type object"):
         bx.map(lambda x: {"x": x, "made by": settings}, np.asarray(XS), progress=False)
 
 

@@ -206,10 +206,26 @@ def by_reverse_rule(prim: HighOperation) -> Callable[..., list[Any]] | None:
     base: Any = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive
     kind = type(prim)
     by_values = _has_logs(prim) or kind.vjp_bwd is base.vjp_bwd
+    if kind.__name__ == "VmapOf" and "prim" in prim.params:
+        return _batched_by_reverse_rule(prim)
     if kind.jvp is not base.jvp or kind.vjp_fwd is base.vjp_fwd or not by_values:
         return None
     run = lambda *xs: prim.out_tree.flatten_up_to(prim(*jax.tree.unflatten(prim.in_tree, xs)))
     return _with_reverse_rule(prim, run, 0)
+
+
+def _batched_by_reverse_rule(batched: HighOperation) -> Callable[..., list[Any]] | None:
+    # JAX 0.10 batches an object by another one, of a private class. That has a forward mode, which
+    # fails where the object inside has none, or the one that JAX gives those of ``custom_vjp``.
+    prim = batched.prim
+    inner = by_reverse_rule(prim)
+    if inner is None and type(prim).__name__ == "CustomVJPTraced":
+        inner = as_made_by_default(prim)
+    if inner is None:
+        return None
+    axes = tuple(batched.in_tree.flatten_up_to(batched.in_dims))
+    out_axes = batched.out_tree.flatten_up_to(batched.out_dim)
+    return jax.vmap(inner, axes, out_axes, **batched._vmap_params)
 
 
 def _has_logs(prim: HighOperation) -> bool:  # since JAX 0.12

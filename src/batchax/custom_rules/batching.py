@@ -33,6 +33,7 @@ from batchax.custom_rules.call import (
     effects_had,
     jvp,
     later_calls,
+    merged,
     per_example,
     positions,
     result_types,
@@ -205,10 +206,9 @@ def _by_rule(
     return result
 
 
-def _derivatives(
-    axis: Axis, rule: UserRule, steps: Sequence[DerivativeStep], flags: Flags
-) -> BatchedFlat:
+def _derivatives(axis: Axis, rule: UserRule, steps: Sequence[Any], flags: Flags) -> BatchedFlat:
     """Applies derivative `steps` to the rule, for operands that `flags` marks as batched."""
+    steps = merged(steps)
     every = [flags]  # of the operands before each step
     # From the last step to the first: what must be batched before each of them.
     for step in reversed(steps):

@@ -34,6 +34,7 @@ from batchax.kernel.captured import captured_tracers
 from batchax.kernel.inner import batch_function, batched_aval, example_aval, stage_described
 from batchax.kernel.interpreter import ProgramRun, interpret
 from batchax.kernel.own_primitive import Flat, declare, pullback_of, tangents_of, transposed
+from batchax.kernel.reverse_rules import with_reverse_rules
 from batchax.rules.custom_derivatives import reached
 from batchax.rules.masking import is_inexact
 
@@ -96,12 +97,14 @@ class Tangents:
 class Cotangents:
     """Describes a differentiation step: to cotangents of the `linear` operands.
 
-    Operands are the others of the function before, then cotangents of its results `of`.
+    Operands are the others of the function before, then cotangents of its results `of`. With
+    `pulls_back`, the step before is to tangents, and these are the `linear` operands.
     """
 
     linear: tuple[int, ...]
     linear_types: tuple[Any, ...]
     of: tuple[int, ...]
+    pulls_back: bool
 
     def function(self, before: Flat) -> Flat:
         def run(*xs: Value) -> list[Any]:
@@ -215,6 +218,44 @@ class Primals(_SameOperands):
         return lambda *xs: _compat.described(before, lambda arrays: self.function(arrays)(*xs))
 
 
+@dataclass(frozen=True)
+class Pullback:
+    """Describes two steps in one: to `tangents`, and from them to their `cotangents`."""
+
+    # In one step, this is reverse mode, which functions without a forward mode have as well.
+    tangents: Tangents
+    cotangents: Cotangents
+
+    @property
+    def of(self) -> tuple[int, ...]:
+        return tuple(self.tangents.of[j] for j in self.cotangents.of)
+
+    def function(self, before: Flat) -> Flat:
+        def run(*xs: Value) -> list[Any]:
+            primals, given = xs[: -len(self.of)], xs[-len(self.of) :]
+            _, pull = pullback_of(before, primals, self.tangents.moving, self.of)
+            return list(pull(list(given)))
+
+        return run
+
+    def flags_before(self, flags: Flags) -> Flags:
+        return self.tangents.flags_before(self.cotangents.flags_before(flags))
+
+    def batched(self, axis: Axis, before: BatchedFlat, flags: Flags) -> BatchedFlat:
+        """Pulls cotangents back through `before`, a function of batches."""
+        targets = self.flags_before(flags)
+
+        def run(*xs: Value) -> tuple[list[Any], Flags]:
+            n = len(targets)
+            primals = map(functools.partial(spread, axis), xs[:n], flags[:n], targets)
+            later = Pullbacks(self.tangents.moving, self.of)
+            _, pull = with_pullback(axis, before, list(primals), later)
+            outs, _ = pull((), xs[n:], [0 if f else None for f in flags[n:]])
+            return outs, [True] * len(outs)
+
+        return run
+
+
 DerivativeStep = Tangents | Primals | Cotangents | MappedStep
 """A step after a function: its `function` for one example, and `batched`, and their `types`.
 
@@ -248,7 +289,19 @@ def per_example(jaxpr: ClosedJaxpr, steps: Sequence[DerivativeStep]) -> Flat:
 
 
 def after(steps: Sequence[DerivativeStep], function: Flat) -> Flat:
-    return functools.reduce(lambda before, step: step.function(before), steps, function)
+    return functools.reduce(lambda before, step: step.function(before), merged(steps), function)
+
+
+def merged(steps: Sequence[DerivativeStep]) -> Sequence[DerivativeStep | Pullback]:
+    """Merges steps to tangents with those that pull cotangents back through them."""
+    result: list[DerivativeStep | Pullback] = []
+    for step in steps:
+        match result, step:
+            case [*_, Tangents() as last], Cotangents(pulls_back=True):
+                result[-1] = Pullback(last, step)
+            case _:
+                result.append(step)
+    return result
 
 
 def result_types(jaxpr: ClosedJaxpr, steps: Sequence[DerivativeStep]) -> list[Any]:
@@ -314,6 +367,7 @@ def jvp(
     given = [_compat.varying_as(tangents[i], jax.typeof(primals[i])) for i in moving]
     if of and not any(isinstance(x, Tracer) for x in primals):
         # No axis can appear later over which these are batched.
+        jaxpr = with_reverse_rules(jaxpr)
         outs, found_dots = tangents_of(per_example(jaxpr, steps), primals, moving, given, of)
     else:
         # Effects occur with the results, not with the tangents.
@@ -390,7 +444,14 @@ def transpose(
         return results
     types = tuple(operands[i].aval for i in linear)
     others = [x for i, x in enumerate(operands) if i not in linear]
-    further = (*steps, Cotangents(linear, types, of))
+    last = operands[len(operands) - len(linear) :]
+    pulls_back = (
+        bool(steps)
+        and isinstance(steps[-1], Tangents)
+        and len(linear) == len(steps[-1].moving)
+        and all(map(ad.is_undefined_primal, last))
+    )
+    further = (*steps, Cotangents(linear, types, of, pulls_back))
     given = [cotangents[k] for k in of]
     outs = custom_call_p.bind(*others, *given, jaxpr=jaxpr, steps=further, rule=rule)
     for i, ct in zip(linear, outs, strict=True):
@@ -447,11 +508,11 @@ def _pairs(jaxpr: Jaxpr) -> dict[int, SavedValues | Pullbacks]:
         match once:
             case [*before, Tangents(moving)] if once == steps:
                 tangents.setdefault((rule, tuple(before), operands[: -len(moving)]), eqn)
-            case [*before, Tangents(moving, results), Cotangents(linear, _, of)]:
+            case [*before, Tangents(moving, results), Cotangents(_, _, of, True)]:
                 first = len(operands) - len(of)
                 pulled = calls.get((rule, tuple(before), operands[:first]))
                 directions = steps[len(once) :]
-                if pulled is None or len(linear) != len(moving) or _vary(directions, first):
+                if pulled is None or _vary(directions, first):
                     continue
                 back = Pullbacks(moving, tuple(results[j] for j in of))
                 pair = pairs.setdefault(id(pulled), back)

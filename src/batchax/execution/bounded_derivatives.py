@@ -39,6 +39,7 @@ from batchax.jaxprs.types import ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel.captured import closes_over_tracers, rules_of
 from batchax.kernel.inner import inline_jaxpr
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_values
+from batchax.kernel.reverse_rules import with_reverse_rules
 from batchax.rules.custom_derivatives import reached
 from batchax.rules.masking import hazards, is_inexact
 
@@ -52,6 +53,7 @@ def loop_jvp(
     guarded: ClosedJaxpr,
     form: LoopSignature,
 ) -> tuple[list[Value], list[Value]]:
+    guarded = with_reverse_rules(guarded)
     given, moved = form.split(primals), form.split(tangents)
     dots = moved.consts, moved.carry, moved.xs
     # Only these need derivatives. `guarded` is what is differentiated.

@@ -54,6 +54,7 @@ from batchax.execution.memory import Auto
 from batchax.jaxprs.primitive_facts import accumulator
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.own_primitive import pullback_of, tangents_of, transposed, with_values
+from batchax.kernel.reverse_rules import staged_with_reverse_rules, without_forward_mode
 from batchax.rules.calls import calls_library, in_turn
 from batchax.rules.custom_derivatives import reached
 from batchax.rules.masking import is_inexact
@@ -227,7 +228,7 @@ def jvp(primals: Values, tangents: Values, *, loop: ChunkLoop, program: ClosedJa
     if not dependent:
         return outs, zeros
     _reject_effects(program)
-    tangent_loop = _tangent_loop(loop, moving, dependent)
+    tangent_loop = _tangent_loop(loop, program, moving, dependent)
     # A rounded operand is used, and its tangent is not. It gets no cotangent: what made it, such as
     # a loop of unknown length, may have no reverse mode.
     dots = [tangents[i] for i in moving]
@@ -235,7 +236,7 @@ def jvp(primals: Values, tangents: Values, *, loop: ChunkLoop, program: ClosedJa
     read = _compat.used_inputs(inner, [True] * len(inner.out_avals))[1 + len(primals) :]
     if not all(read):
         moving = [i for i, is_read in zip(moving, read, strict=True) if is_read]
-        tangent_loop = _tangent_loop(loop, moving, dependent)
+        tangent_loop = _tangent_loop(loop, program, moving, dependent)
     if not moving:
         return outs, zeros
     given = _after(outs, primals) if calls_library(program.jaxpr) else primals
@@ -268,10 +269,12 @@ def _after(outs: Values, operands: Values) -> list[Value]:
     return operands
 
 
-def _tangent_loop(loop: ChunkLoop, moving: Sequence[int], dependent: Sequence[int]) -> ChunkLoop:
+def _tangent_loop(
+    loop: ChunkLoop, program: ClosedJaxpr, moving: Sequence[int], dependent: Sequence[int]
+) -> ChunkLoop:
     """Builds the loop for the tangents of results `dependent`.
 
-    Tangents of `moving` operands follow the operands.
+    `program` is that of a chunk. Tangents of `moving` operands follow the operands.
     """
     n = len(loop.operands)
 
@@ -281,6 +284,8 @@ def _tangent_loop(loop: ChunkLoop, moving: Sequence[int], dependent: Sequence[in
 
             def run(start: Value, *xs: Value) -> list[Value]:
                 of_chunk = functools.partial(primal, start)
+                if without_forward_mode.in_program(program):
+                    of_chunk = staged_with_reverse_rules(of_chunk)
                 return tangents_of(of_chunk, xs[:n], moving, xs[n:], dependent)[1]
 
             return run
@@ -304,7 +309,7 @@ def _reverse_of(
     dependent = _dependent(program, moving, types)
     linear = range(len(avals), len(avals) + len(moving))
     both = [*avals, *(avals[i].to_tangent_aval() for i in moving)]
-    tangent_loop = _tangent_loop(loop, moving, dependent)
+    tangent_loop = _tangent_loop(loop, program, moving, dependent)
     reverse, others = _reverse_loop(tangent_loop, linear, range(len(dependent)), both)
     cotangents = (types[k].to_tangent_aval() for k in dependent)
     return reverse, [*(both[i] for i in others), *cotangents]

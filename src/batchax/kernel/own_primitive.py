@@ -32,6 +32,7 @@ from batchax.jaxprs.own_primitives import operations_of, stands_for
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Params, Value, Values
 from batchax.kernel.registry import Rule, serve_own
+from batchax.kernel.reverse_rules import with_reverse_rules
 
 T = TypeVar("T")
 
@@ -137,7 +138,8 @@ class Linearized:
         dots = [inputs[i].to_tangent_aval() for i in perturbed]
         cotangents = [outputs[k].to_tangent_aval() for k in results]
         names = _compat.names_in_scope()
-        run = lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
+        reversible = with_reverse_rules(program)
+        run = lambda *xs: eval_jaxpr(reversible.jaxpr, reversible.consts, *xs)
         if saved == "nothing":
             n = len(inputs)
             ahead = lambda *xs: tangents_of(run, xs[:n], perturbed, xs[n:], results)[1]

@@ -16,9 +16,9 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.errors import AxisError
 from batchax.jaxprs.bodies import Anywhere, bind_call
-from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.evaluate import evaluate
 from batchax.jaxprs.primitive_facts import body_parameter, enter, facts_of
-from batchax.jaxprs.types import ClosedJaxpr, Eqn, Tree, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Tree, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, RuleOutputs, move_axis
 from batchax.kernel.captured import Captured, program_behind
@@ -27,6 +27,7 @@ from batchax.kernel.interpreter import Place, interpret
 from batchax.kernel.named_axes import varying_of, without_mesh
 from batchax.kernel.own_primitive import own_primitive
 from batchax.kernel.registry import register_looking, register_rule
+from batchax.kernel.reverse_rules import by_reverse_rules
 from batchax.linalg.table import chooses
 from batchax.rules.custom_derivatives import batched_transpose
 from batchax.rules.masking import is_inexact
@@ -328,10 +329,4 @@ def _call_hi_primitive(axis: Axis, args: Values, axes: Positions, /, *, _prim: A
     if _compat.by_reverse_rule(_prim) is None:
         return batched(*args)
     staged, out_axes = _compat.stage_described(batched, list(map(jax.typeof, args)))
-    return evaluate(staged.jaxpr, staged.consts, args, _by_reverse_rules), out_axes
-
-
-def _by_reverse_rules(eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
-    high = eqn.primitive.name == "call_hi_primitive"
-    function = _compat.by_reverse_rule(eqn.params["_prim"]) if high else None
-    return bind_equation(eqn, operands) if function is None else function(*operands)
+    return evaluate(staged.jaxpr, staged.consts, args, by_reverse_rules), out_axes
