@@ -10,7 +10,7 @@ import batchax as bx
 from batchax.analysis.thresholds import TABLE
 from batchax.divergence import flatten, policy, runner
 from batchax.divergence.costs import WITH_DERIVATIVE, Price, Step, price_at_most
-from batchax.divergence.nest import price_inside
+from batchax.divergence.nest import prices_of_step
 from batchax.divergence.runner import Runner
 
 SIZE = 6  # of the vectors that lanes carry
@@ -92,7 +92,7 @@ class Asked:
         self.around, self.pairs = [], []
         monkeypatch.setattr(runner, "price_at_most", self._told)
         monkeypatch.setattr(runner, "run_flat", self._flat)
-        monkeypatch.setattr(flatten, "price_inside", self._inside)
+        monkeypatch.setattr(flatten, "prices_of_step", self._inside)
         monkeypatch.setattr(Step, "of", staticmethod(self._step(Step.of)))
         monkeypatch.setattr(policy, "_branch", self._branch)
 
@@ -105,10 +105,10 @@ class Asked:
         self.told = price_at_most(loop)
         return flatten.run_flat(axis, loop, float("inf"))
 
-    def _inside(self, nest):
-        price = price_inside(nest)
-        self.pairs += [(price.of(lanes), 2 * self.told.of(lanes)) for lanes in LANES]
-        return price
+    def _inside(self, *step):
+        prices = prices_of_step(*step)
+        self.pairs += [(prices.inside.of(lanes), 2 * self.told.of(lanes)) for lanes in LANES]
+        return prices
 
     def _work(self, work):
         told = [max((told.of(n) for told in self.around), default=np.inf) for n in LANES]

@@ -18,8 +18,11 @@ import jaxlib.version
 import numpy as np
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core.primitives import cond_p
 
+from batchax._compat.jaxprs import hoist_constants
 from batchax._compat.mesh_types import varying_alike
+from batchax._compat.staging import stage
 from batchax._compat.types import Aval, Value
 from batchax.config import config
 
@@ -59,7 +62,10 @@ def single_kernel(
             return [_anything(every, t) for t in types]
 
         always = lax.ne(lax.bitwise_or(_bits(operands[0]), np.int32(1)), np.int32(0))
-        return list(lax.cond(always, run, never, *operands))
+        given = list(map(jax.typeof, operands))
+        branches, consts = hoist_constants(stage(never, given), stage(run, given))
+        index = lax.convert_element_type(always, np.int32)
+        return cond_p.bind(index, *consts, *operands, branches=tuple(branches))
 
     # XLA must not see what an operand is, such as a key made from a number: it would recompute that
     # in the kernel, and nothing would read the operand.

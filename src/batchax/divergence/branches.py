@@ -234,7 +234,7 @@ class _Part:
     def choose(self, others: Nanoseconds) -> None:
         """Finds how it runs, with other branches that take so long for a lane."""
         self.cost = self._cost(others)
-        self.plan = self.axis.divergence.of_branch(self.cost)
+        self.plan = self.axis.divergence.decide(self.cost)
 
     def _take_index(self) -> None:
         """Makes the index of the lane an operand, if that is all the name is used for."""

@@ -32,7 +32,7 @@ from batchax import _compat
 from batchax.divergence.costs import launch_time
 from batchax.divergence.loops import DivergentLoop
 from batchax.divergence.nest import Inner, Nest, Segment
-from batchax.divergence.policy import Loop, NestDecision, Probed
+from batchax.divergence.policy import Loop, NestDecision, NestedLoop, Probed
 from batchax.divergence.probed import masked_until_unequal
 from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
@@ -176,7 +176,7 @@ class FlatLoop(DivergentLoop):
         differs = [a is not None for a in positions[self.n_test :]]
         differs += [True] * len(self.body.out_avals)
         whole = Loop(lanes, self.test, self.body, tuple(differs))
-        return self.axis.divergence.plan_of_nest(whole, self.nest, self.length)
+        return self.axis.divergence.decide(NestedLoop(whole, self.nest, self.length))
 
     def run(self, *operands: Value) -> list[Any]:
         """As that of any loop."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,14 @@ from batchax.divergence.costs import may_wait
 from batchax.divergence.flat import FlatLoop
 from batchax.divergence.limits import HOST, can_move, why_together
 from batchax.divergence.loops import VARIES_LESS, Waiting, as_weak_as, bind, with_index
-from batchax.divergence.nest import nest_of, price_inside
+from batchax.divergence.nest import nest_of, prices_of_step
 from batchax.divergence.opening import scan_as_while, while_of_scan
-from batchax.divergence.policy import SHOWN, Loop, Masked
+from batchax.divergence.policy import SHOWN, Loop, Masked, NestedLoop
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.bodies import control_flow
-from batchax.jaxprs.types import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.types import ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import AnyLoop, Axis, PlacedOutputs, Position, WhileLoop
+from batchax.kernel.axis import AnyLoop, Axis, PlacedOutputs, Position, Positions, WhileLoop
 from batchax.kernel.captured import closed_over
 from batchax.kernel.differing import (
     LOOPS,
@@ -33,6 +33,10 @@ from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.rules.callbacks import is_seen
 from batchax.rules.loops import match_carry, split_operands
+
+_Form = tuple[WhileLoop, Positions, Callable[[], ClosedJaxpr]]
+"""A loop as a ``while`` of one example; where what it carries has the batch axis; and what makes a
+program, of all its operands, that runs it as it was. What it carries ends with its results."""
 
 
 def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
@@ -45,46 +49,56 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
       loop: the loop.
       least: nanoseconds that a step of the loops inside must take for all lanes.
     """
-    body = loop.params[control_flow(loop.primitive).step]
+    params, is_scan = loop.params, loop.primitive is scan_p
+    body = params[control_flow(loop.primitive).step]
     if not may_wait.in_program(body):  # most do not: the checks below run for few
         return None
     if loop.primitive.name in LOOPS or not can_move(axis, loop.args):
         return None
-    form = (_scan if loop.primitive is scan_p else _while)(axis, loop)
-    if form is None:
+    given = tuple(a is not None for a in loop.axes)
+    if is_scan:
+        step = body.jaxpr, *_compat.scan_counts(params), given
+    else:
+        count = params["body_nconsts"], len(body.out_avals)
+        step = body.jaxpr, *count, given[params["cond_nconsts"] :]
+    if not differing_in_steps(*step).parts:
         return None
-    programs = [p for p in loop.params.values() if isinstance(p, ClosedJaxpr)]
-    why = _together(programs)
+    prices = prices_of_step(*step, axis.size)
+    if not prices.pays(axis.size) or prices.inside.of(axis.size) < least:
+        recording.note(why="the loops inside cost too little next to what is around them")
+        return None
+    why = _together([p for p in params.values() if isinstance(p, ClosedJaxpr)])
     if why:
         recording.note(why=why)
         return None
-    carry = match_carry(axis, form.carry, form.carry_at, [0] * len(form.carry))
-    whole = WhileLoop(
-        form.test, form.body, form.test_consts, form.test_at, form.body_consts, form.body_at, carry
-    )
-    together = remembered(form.body, ("together", axis), form.together)
-    if any_uses_axis(axis, form.test, form.body):
-        together = _with_index(axis, together, len(form.test_consts))
+    form = (_scan if is_scan else _while)(axis, loop)
+    if form is None:
+        return None
+    whole, carry_at, make_together = form
+    first = whole.carry
+    whole = replace(whole, carry=match_carry(axis, first, carry_at, [0] * len(first)))
+    together = remembered(whole.body, ("together", axis), make_together)
+    if any_uses_axis(axis, whole.test, whole.body):
+        together = _with_index(axis, together, len(whole.test_consts))
         whole = with_index(axis, whole)
-    differs = tuple(a is not None for a in (*whole.body_at, *form.carry_at))
+    differs = tuple(a is not None for a in (*whole.body_at, *carry_at))
     inside = replace(axis, name=None, divergence=axis.divergence.inside())
     nest = nest_of(inside, whole.test, whole.body, differs)
-    if not nest.parts or price_inside(nest).of(axis.size) < least:
-        recording.note(why="the loops inside cost too little, or copies of what they use too much")
+    if not nest.parts:
+        recording.note(why="copies of what the loops inside use would cost too much")
         return None
     tested = tuple(a is not None for a in whole.test_at)
     apart = differing_in_while(whole.test.jaxpr, whole.body.jaxpr, tested, differs).results
-    results = range(len(form.carry) - len(form.results), len(form.carry))
+    results = range(len(first) - len(body.out_avals), len(first))
     own = [k for k in results if apart[k]]
     consts, consts_at = [*whole.test_consts, *whole.body_consts], (*whole.test_at, *whole.body_at)
-    waiting = Waiting(inside, together, [*consts, *form.carry], (*consts_at, *form.carry_at))
+    waiting = Waiting(inside, together, [*consts, *first], (*consts_at, *carry_at))
     if waiting.varies_less(own):
         recording.note(why=VARIES_LESS)
         return None
-    length = loop.params.get("length")
-    plan = axis.divergence.plan_of_nest(
-        Loop(axis.size, whole.test, whole.body, differs), nest, length
-    )
+    length = params.get("length")
+    of_whole = Loop(axis.size, whole.test, whole.body, differs)
+    plan = axis.divergence.decide(NestedLoop(of_whole, nest, length))
     if isinstance(plan, Masked):
         recording.note(why=plan.reason)
         return None
@@ -96,37 +110,13 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     shared = [k for k in results if not apart[k]]
     for k, x, a in zip(shared, *waiting.results(shared), strict=True):
         outs[k], at[k] = x, a
-    outs = [as_weak_as(aval, outs[k]) for aval, k in zip(form.results, results, strict=True)]
+    outs = [as_weak_as(aval, outs[k]) for aval, k in zip(body.out_avals, results, strict=True)]
     return outs, [at[k] for k in results]
-
-
-@dataclass(frozen=True, eq=False)
-class _Form:
-    """A loop as a ``while`` of one example."""
-
-    # its programs
-    test: ClosedJaxpr
-    body: ClosedJaxpr
-    # their operands, and where each has the batch axis
-    test_consts: Sequence[Any]
-    test_at: Sequence[Any]
-    body_consts: Sequence[Any]
-    body_at: Sequence[Any]
-    carry: Sequence[Any]
-    carry_at: Sequence[Any]
-    # makes a program, of all those operands, that runs the loop as it was
-    together: Callable[[], ClosedJaxpr]
-    # the types of its results for one example: of the last of what it carries
-    results: Sequence[Aval]
 
 
 def _scan(axis: Axis, loop: AnyLoop) -> _Form | None:
     params = loop.params
     n_consts, n_carry = _compat.scan_counts(params)
-    differs = tuple(a is not None for a in loop.axes)
-    jaxpr = params["jaxpr"]
-    if not differing_in_steps(jaxpr.jaxpr, n_consts, n_carry, differs).parts:
-        return None
     if params["length"] < 2:
         return None
     test, body = while_of_scan(axis, params)
@@ -143,18 +133,8 @@ def _scan(axis: Axis, loop: AnyLoop) -> _Form | None:
 
         return stage_function(axis, run, body.in_avals)
 
-    return _Form(
-        test,
-        body,
-        (),
-        (),
-        consts,
-        (*consts_at, *xs_at),
-        carry,
-        (None, *carry_at, *[None] * added),
-        together,
-        jaxpr.out_avals,
-    )
+    whole = WhileLoop(test, body, (), (), consts, (*consts_at, *xs_at), carry)
+    return whole, (None, *carry_at, *[None] * added), together
 
 
 def _while(axis: Axis, loop: AnyLoop) -> _Form | None:
@@ -165,25 +145,15 @@ def _while(axis: Axis, loop: AnyLoop) -> _Form | None:
     test_at, body_at, carry_at = split_operands(loop.axes, n_test, n_body)
     if test.out_avals[0].shape:
         return None
-    differs = tuple(a is not None for a in (*body_at, *carry_at))
-    if not differing_in_steps(body.jaxpr, n_body, len(carry), differs).parts:
-        return None
 
     def together() -> ClosedJaxpr:
         run = lambda *operands: while_p.bind(*operands, **params)
         return stage_function(axis, run, [*test.in_avals[:n_test], *body.in_avals])
 
-    return _Form(
-        test,
-        body,
-        test_consts,
-        test_at,
-        body_consts,
-        body_at,
-        carry,
+    return (
+        WhileLoop(test, body, test_consts, test_at, body_consts, body_at, carry),
         carry_at,
         together,
-        body.out_avals,
     )
 
 

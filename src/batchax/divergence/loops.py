@@ -159,7 +159,8 @@ class DivergentLoop:
             return self.plan
         differs = [a is not None for a in positions[self.n_test :]]
         differs += [True] * len(self.body.out_avals)
-        around = self.axis.divergence.around()
+        inside = self.axis.divergence
+        around = replace(inside, nesting=inside.nesting - 1)
         return around.plan(lanes, self.test, self.body, differs, self.is_bounded)
 
     def differentiated(self, program: ClosedJaxpr, operands: Values) -> list[Any]:

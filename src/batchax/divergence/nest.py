@@ -5,32 +5,38 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend.core import Literal
-from jax.extend.core.primitives import while_p
+from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
-from batchax.analysis.cost import bytes_of
+from batchax.analysis.cost import Cost, bytes_of, cost_of_equation
+from batchax.cache import cached_on
 from batchax.divergence.costs import (
+    STEPS_INSIDE,
     Price,
     price_of,
     price_of_copying,
+    price_of_cost,
     price_of_keeping,
     price_of_moving,
     total,
 )
 from batchax.divergence.opening import opened
+from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import Rewriter, fresh, plan, variables_in, variables_read
-from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import Axis
 from batchax.kernel.differing import (
     Differs,
+    differing_in,
     differing_in_steps,
     differing_through,
     differs_of,
+    expand_bounded_loop,
 )
 from batchax.kernel.inner import remembered
 from batchax.rules.in_place import kept_carries
@@ -124,7 +130,8 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
     counts = n_test, n_test + n_body, n_carry
     inside = differing_in_steps(body.jaxpr, n_body, n_carry, differs)
     copies, own = False, tuple(itertools.compress(body.in_avals[:n_body], differs))
-    if inside.parts:
+    steps = prices_of_step(body.jaxpr, n_body, n_carry, differs, axis.size)
+    if inside.parts and steps.pays(axis.size):
         differs = (*differs[:n_body], *inside.results)
         # Else results of a branch that are not read would be kept.
         whole = opened(axis, _compat.without_dead(body), differs)
@@ -132,7 +139,7 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
         parts, slots = cut.parts(), tuple(cut.types[n_test + n_body :])
         copies = cut.copies_what_is_shared()
         copies |= any(part.nest.copies for part in parts if isinstance(part, Inner))
-        if not copies and _pays(parts, axis.size):
+        if not copies:
             return Nest(test, None, parts, *counts, slots, test_price, own)
     slots = tuple(body.out_avals)
     step = price_of(body, (*differs[:n_body], *[True] * n_carry))
@@ -142,26 +149,84 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
     return Nest(test, body, (), *counts, slots, price, own, copies)
 
 
-def _pays(parts: Sequence[Part], lanes: int) -> bool:
-    """Whether it may be profitable that lanes advance independently.
+class StepPrices(NamedTuple):
+    """What a step of a loop costs, as estimated before it is cut, which takes ten times as long."""
 
-    Not if what is around the loops inside is much more expensive than some of their steps: lanes
-    would wait as long for that.
-    """
-    around = total([part.price for part in parts if isinstance(part, Segment)]).of(lanes)
-    return around < FEW_STEPS * _inside(parts).of(lanes)
+    around: Price  # between the loops in it that lanes leave one by one
+    inside: Price  # a step of these
+
+    def pays(self, lanes: int) -> bool:
+        """Whether it may be profitable that lanes advance independently.
+
+        Not if what is around the loops inside is much more expensive than some of their steps:
+        lanes would wait as long for that.
+        """
+        return self.around.of(lanes) < FEW_STEPS * self.inside.of(lanes)
+
+
+def prices_of_step(
+    jaxpr: Jaxpr, same: int, carried: int, differs: Differs, lanes: int
+) -> StepPrices:
+    """Prices a step of a ``scan`` or ``while``, from its body, as `differing_in_steps` takes it."""
+    results = differing_in_steps(jaxpr, same, carried, differs).results
+    sliced = same + carried
+    differs = (*differs[:same], *results[:carried], *differs[sliced:])
+    around, inside = _prices_in(jaxpr, differs, lanes)
+    taken = list(itertools.compress(jaxpr.invars[sliced:], differs[sliced:]))
+    put = list(itertools.compress(jaxpr.outvars[carried:], results[carried:]))
+    places, moved = len(taken) + 2 * len(put), [v.aval for v in (*taken, *put)]
+    entries = Cost(places=places, bytes=2 * bytes_of(moved), launches=len(moved) + 1)
+    return StepPrices(total([around, price_of_cost(entries)]), inside)
+
+
+@cached_on("what programs cost around loops inside, and in these")
+def _prices_in(jaxpr: Jaxpr, differs: Differs, lanes: int) -> StepPrices:
+    apart = dict(zip(jaxpr.invars, differs, strict=True))
+    around, prices = Cost(), []
+    for step in plan(jaxpr.eqns, jaxpr.outvars):
+        eqn, given = step.eqn, differs_of(apart, step.inputs)
+        of_equation = differing_in(eqn, given)
+        apart.update(zip(eqn.outvars, of_equation.results, strict=True))
+        if eqn.primitive in (scan_p, while_p) and of_equation.parts:
+            prices.append(_prices_of_inner(jaxpr, eqn, given, lanes))
+        elif of_equation.parts:
+            called = expand_bounded_loop(eqn) or bodies_of(eqn)[0]
+            prices.append(_prices_in(called.jaxpr, given, lanes))
+        elif any(given):
+            around += cost_of_equation(eqn, None, given, STEPS_INSIDE)
+    prices.append(StepPrices(price_of_cost(around), total([])))
+    return StepPrices(*map(total, zip(*prices, strict=True)))
+
+
+def _prices_of_inner(jaxpr: Jaxpr, eqn: Eqn, given: Differs, lanes: int) -> StepPrices:
+    """What it costs to come to a loop inside, and a step of it."""
+    *tests, body = bodies_of(eqn)
+    # Lanes are at different steps of a ``while``.
+    differs = tuple(given[k] or bool(tests and k in body.carry_operands) for k in body.operands)
+    step = prices_of_step(body.jaxpr, body.same, body.carried, differs, lanes)
+    first = [eqn.invars[k] for k in body.carry_operands]
+    kept = kept_carries(_compat.close(body.program), body.same)
+    keeps = price_of_keeping([v.aval for k, v in enumerate(first) if k not in kept])
+    often = 1 if step.pays(lanes) else STEPS_INSIDE
+    begin = price_of_cost(Cost(launches=1))  # so does a scan that asks for the number of its step
+    of_tests = [price_of(_compat.close(t.program), (True,) * len(t.operands)) for t in tests]
+    inside = [step.around, *[step.inside] * often, keeps, *(of_tests or [begin])]
+    # What it updates in place is copied, but for what it alone reads of what the loop around holds.
+    needed = {eqn, *(s.eqn for s in plan(jaxpr.eqns, eqn.invars))}
+    others = [v for e in jaxpr.eqns if e not in needed for v in e.invars]
+    free = set(jaxpr.invars).difference(variables_in([*others, *jaxpr.outvars]))
+    updated = [first[k] for k in kept if k < body.carried]
+    copied = [v for v in updated if isinstance(v, Literal) or v not in free]
+    copied += eqn.outvars[body.carried :]
+    comes = total([begin, price_of_copying([v.aval for v in copied])])
+    return StepPrices(comes, total(inside))
 
 
 def price_inside(nest: Nest) -> Price:
-    return _inside(nest.parts)
-
-
-def _inside(parts: Sequence[Part]) -> Price:
-    return total([_step(part.nest) for part in parts if isinstance(part, Inner)])
-
-
-def _step(nest: Nest) -> Price:
-    return total([nest.price, *(part.price for part in nest.segments), _inside(nest.parts)])
+    """What a step of each loop inside costs, with those in it."""
+    inner = [loop.nest for loop in nest.loops]
+    segments = [part.price for n in inner for part in n.segments]
+    return total([*(n.price for n in inner), *segments, *map(price_inside, inner)])
 
 
 class _Cut:

@@ -246,11 +246,6 @@ def decide(control_flow: ControlFlow, thresholds: Thresholds, request: Request) 
             return _branch(control_flow, thresholds, request)
 
 
-def worth_batching_twice(t: Thresholds) -> Nanoseconds:
-    """Time of a step of all lanes below which no loop, and no branch, is run apart for its work."""
-    return min(t.min_window_work, t.min_branch_work, t.min_work)
-
-
 def _flattened(width: int, nest: Nest, request: Request) -> Flattened:
     moving = price_of_moving(nest.slots, nest.slots).lane / max(price_inside(nest).lane, 1.0)
     return Flattened(

@@ -32,24 +32,17 @@ from batchax.divergence.limits import (
     why_together,
 )
 from batchax.divergence.loops import VARIES_LESS, Waiting, bind, divergent_loop
-from batchax.divergence.nest import Nest
 from batchax.divergence.policy import (
     SHOWN,
     BoundedTail,
-    BranchCost,
     ControlFlow,
     Decision,
-    Gathered,
     Loop,
     LoopDecision,
     Masked,
-    NestDecision,
-    NestedLoop,
     Request,
-    Serial,
     Window,
     decide,
-    worth_batching_twice,
 )
 from batchax.execution.bounded_loop import LoopSignature, as_while
 from batchax.jaxprs.types import ClosedJaxpr
@@ -86,10 +79,6 @@ class Runner(Request):
         recompiled |= self.recompiled
         return replace(self, nesting=self.nesting + 1, max_width=None, recompiled=recompiled)
 
-    def around(self) -> Runner:
-        """How lanes run around a loop whose lanes run inside as this says."""
-        return replace(self, nesting=self.nesting - 1)
-
     def with_max_width(self, width: int) -> Runner:
         return replace(self, max_width=width)
 
@@ -116,25 +105,19 @@ class Runner(Request):
         unreported = loop.primitive is scan_p and not recording.is_on()
         if unreported and not may_part.in_program(loop.params["jaxpr"]):
             return _NOTHING_PARTS
+        if axis.size >= t.kernel_lanes > 0:
+            return ""
         with _compat.named_scope(axis.name, axis.size):  # the cost of a rule is that of its program
             most = WITH_DERIVATIVE * price_at_most(loop).of(axis.size)
-        if most >= worth_batching_twice(t) or axis.size >= t.kernel_lanes > 0:
-            return ""
-        return "a step of all lanes costs too little for lanes to run apart"
+        # Below these no loop, and no branch, is run apart for its work.
+        enough = most >= min(t.min_window_work, t.min_branch_work, t.min_work)
+        return "" if enough else "a step of all lanes costs too little for lanes to run apart"
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         """Returns the results of a nested loop, in which each lane advances independently."""
         if self.thresholds is None:
             return None
-        # The second guard of `run_flat` would reject these, too, but only after it has cut them.
-        if 2 * price_at_most(loop).of(axis.size) < self.thresholds.min_work:
-            return None
         return run_flat(axis, loop, self.thresholds.min_work)
-
-    def plan_of_nest(self, whole: Loop, nest: Nest, length: int | None) -> NestDecision:
-        chosen = self.decide(NestedLoop(whole, nest, length))
-        assert isinstance(chosen, NestDecision)
-        return chosen
 
     def plan(
         self,
@@ -253,11 +236,6 @@ class Runner(Request):
         return TailCompaction(
             replace(axis, name=None), plan.widths[-1], plan.patience, self.explicit
         )
-
-    def of_branch(self, cost: BranchCost) -> Gathered | Serial | Masked:
-        chosen = self.decide(cost)
-        assert isinstance(chosen, Gathered | Serial | Masked)
-        return chosen
 
 
 def for_any_machine(option: object) -> Any:

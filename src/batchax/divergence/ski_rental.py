@@ -14,9 +14,8 @@ All waiting follows this rule, with these prices:
 | a tile (`tiles._Tiles`) | its last lanes | to leave them for later, and search them |
 | a bounded loop that is differentiated | the last ones | to move those to blocks |
 | lanes of a nested loop (`flat.Lanes`) | those in a loop inside | what follows it, for all lanes |
-| lanes before a branch (`flat.Gathering`) | a full block | its empty share, for all lanes |
 
-The last two count nanoseconds in place of steps.
+The last one counts nanoseconds in place of steps.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from batchax.kernel.axis import (
     match_axis,
     move_axis,
 )
-from batchax.kernel.differing import asked_of_each_lane, predicate_is_batched
+from batchax.kernel.differing import asked_of_each_lane, differing_in_steps, predicate_is_batched
 from batchax.kernel.inner import (
     ANYWHERE,
     ZERO_IF_MAPPED,
@@ -177,6 +177,16 @@ def _settle_axes(
 
     n, carry_at, free = len(carry_at), list(map(allowed, carry_at)), ANYWHERE
     outs = len(body.out_avals)
+    if axis.divergence is not None:
+        # Mostly it is known which carries become batched, and each stays where it is.
+        given = tuple(a is not None for a in (*consts_at, *carry_at, *xs_at))
+        differs = differing_in_steps(body.jaxpr, len(consts_at), n, given).results[:n]
+        known = [lowest if a is None and d else a for a, d in zip(carry_at, differs, strict=True)]
+        batched, out = batch(axis, known, [free] * outs)
+        if list(out[:n]) == known and not (
+            axis.columns and not lowest and takes_less_as_rows(batched, axis.size)
+        ):
+            return batched, known, list(out[n:])
     # Programs of lanes that diverge are long: they are made once the axes are found.
     together = axis if axis.divergence is None else replace(axis, divergence=None)
     made = batch(together, carry_at, [free] * outs)
