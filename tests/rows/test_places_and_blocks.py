@@ -1,10 +1,15 @@
 """Where conditions are true, and rows in blocks: the loop of a CPU, sums and scatters, Python's."""
 
+import re
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batchax as bx
 from batchax.rows.blocks import RowsOfBlocks, _blocks, find_blocks
+from batchax.rows.index import row_places
 from batchax.rows.places_where import _places, places_where
 
 
@@ -51,3 +56,47 @@ def test_steps_that_jax_counts_in_64_bits():
         blocks = find_blocks(np.array([0, 1, 0], np.int32), (2, 4), 3)
     assert places.tolist() == [1, 2]
     assert blocks.held.sum() == 3
+
+
+# XLA takes as long to compile a kernel of a sum or a scatter as one of a loop, so kernels count.
+
+
+def kernels(fun, *args):
+    """How many kernels a compiled program calls, about, where a short loop is one."""
+    entry = jax.jit(fun).lower(*args).compile().as_text().split("ENTRY")[1]
+    return len(re.findall(r" = .* (?:fusion|call|while|scatter|reduce-window|sort)\(", entry))
+
+
+@pytest.mark.parametrize(
+    ("loop", "sums", "x"),
+    [
+        (lambda x: places_where(x, 50), lambda x: _places(x, size=50), np.ones(90, bool)),
+        (
+            lambda kind: tuple(find_blocks(kind, (1, 2, 4), 80)),
+            lambda kind: _blocks(kind, capacity=(1, 2, 4), blocks=80),
+            np.ones(90, np.int32),
+        ),
+    ],
+)
+def test_a_loop_is_fewer_kernels(loop, sums, x):
+    assert kernels(loop, x) <= kernels(sums, x) // 2
+
+
+def summed(pattern, fun, *args):
+    return re.findall(pattern, jax.jit(fun).lower(*args).as_text())
+
+
+def test_programs_find_places_and_blocks_without_sums():
+    among = bx.vmap(lambda x: jnp.sum(x[bx.nonzero(x > 0)[0]]))
+    assert not summed("scatter|reduce_window", among, np.ones((3, 40), np.float32))
+    lengths = np.arange(90, dtype=np.int32) % 12
+    rows = bx.Ragged(jnp.ones((lengths.sum(), 2)), jnp.asarray(lengths), 30)
+    in_buckets = bx.vmap(lambda x: jnp.tanh(x @ x.T).sum(), buckets=3)
+    assert not summed("scatter|reduce_window", in_buckets, rows)
+
+
+def test_where_elements_are_is_not_computed_unless_needed():
+    lengths = np.full(40, 30, np.int32)
+    of = lambda which: lambda lengths: [row_places(lengths, 1200, 30)[k] for k in which]
+    loops = lambda which: jax.jit(of(which)).lower(lengths).compile().as_text().count(" while(")
+    assert loops([0, 1]) < loops([2, 3])

@@ -75,38 +75,42 @@ def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int
     room, last = np.int32(capacity), np.int32(count - 1)
     within = np.arange(_WINDOW, dtype=np.int32)
 
-    def step(_: Value, state: Tree) -> Tree:
-        """A few elements of a row; what is written of the next one is written over later."""
-        row, place, element, of_last, (begins, sizes, rows, places) = state
-        in_row = row <= last
-        begin, own = element - place, lax.min(row, last)
+    def measure(row: Value, state: Tree) -> Tree:
+        begin, begins, sizes = state
+        row = lax.convert_element_type(row, np.int32)  # JAX counts in 64 bits, if there are such
         most = lax.min(np.int32(min(bound, capacity)), room - begin)
-        size = lax.clamp(zero, entry_of(lengths, own), most)
-        begin, size = (
-            lax.select(in_row, x, y) for x, y in zip((begin, size), of_last, strict=True)
-        )
-        begins, sizes = put_entry(begins, begin, own), put_entry(sizes, size, own)
+        size = lax.clamp(zero, entry_of(lengths, row), most)
+        return begin + size, put_entry(begins, begin, row), put_entry(sizes, size, row)
+
+    _, begins, sizes = lax.fori_loop(0, count, measure, (zero, lengths, lengths))
+
+    def fill(_: Value, state: Tree) -> Tree:
+        """A few elements of a row; what is written of the next one is written over later."""
+        row, place, element, arrays = state
+        in_row = row <= last
+        size = entry_of(sizes, lax.min(row, last))
         # At the end of the arrays the window reaches back, to elements that stay as they are.
         to = lax.min(element, room - window)
         back = element - to
         there = row * np.int32(bound) if not starts else _start_elsewhere(starts[0], row)
         new = lax.broadcast(row, (_WINDOW,)), there + (place - back) + within
-        rows, places = (
+        arrays = tuple(
             put_part(x, lax.select(within >= back, part, part_of(x, to, 0, _WINDOW)), to)
-            for x, part in zip((rows, places), new, strict=True)
+            for x, part in zip(arrays, new, strict=True)
         )
         leaves = in_row & (size - place <= window)
         element += lax.select(leaves, size - place, window)
         place = lax.select(leaves, zero, place + window)
         row = lax.select(leaves, row + one, row)
-        return row, place, element, (begin, size), (begins, sizes, rows, places)
+        return row, place, element, arrays
 
-    # XLA makes a function for each array that it fills with a number.
+    # A loop of its own, which XLA removes where these arrays are not used. XLA makes a function
+    # for each array that it fills with a number.
     elements = lax.full((capacity,), 0, np.int32)
-    arrays = lengths, lengths, elements, elements
     steps = np.int32(count + capacity // _WINDOW + 1)
-    state = lax.fori_loop(zero, steps, step, (zero, zero, zero, (zero, zero), arrays))
-    return list(state[-1])
+    state = zero, zero, zero, (elements, elements)
+    *_, arrays = lax.fori_loop(zero, steps, fill, state)
+    return [begins, sizes, *arrays]
 
 
 def _start_elsewhere(starts: Value, row: Value) -> jax.Array:

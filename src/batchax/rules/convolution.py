@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
 from jax.sharding import NamedSharding
@@ -33,6 +34,7 @@ from batchax.kernel.registry import register_rule
 from batchax.linalg.pays import pays_back
 
 _MOST_SLICES = 49  # they are written out in the program
+_FEW_SLICES = 2  # up to so many take no longer to compile than a loop
 _MANY_CHANNELS = 32  # from here on a product for each place of a kernel is large enough
 # Up to so many channels: microseconds that a lane gains for each product, and seconds that it takes
 # longer to compile, by measurements of images of 8 to 28 pixels a side and kernels of 3.
@@ -119,11 +121,21 @@ def by_slices(lhs: Value, rhs: Value, lane: Sequence[Any], params: dict[str, Any
     at_once = max(
         n for n in range(1, lanes + 1) if lanes % n == 0 and (n == 1 or n * wide <= _BLOCK)
     )
-    together = lambda xs: _together(xs[0], xs[1], places, params)
     if at_once == lanes:
-        return together((lhs, rhs))
-    blocks = [x.reshape(lanes // at_once, at_once, *x.shape[1:]) for x in (lhs, rhs)]
-    out = lax.map(together, tuple(blocks))
+        return _together(lhs, rhs, places, params)
+
+    def block(xs: Values) -> jax.Array:
+        images, kernels = (
+            x.reshape(at_once, *whole.shape[1:]) for x, whole in zip(xs, (lhs, rhs), strict=True)
+        )
+        return _together(images, kernels, places, params)
+
+    # Without dimensions of size 1, whose place XLA chooses, and copies the operands for the loop.
+    wider = ([n for n in x.shape[1:] if n > 1] for x in (lhs, rhs))
+    blocks = [
+        x.reshape(lanes // at_once, at_once, *own) for x, own in zip((lhs, rhs), wider, strict=True)
+    ]
+    out = lax.map(block, tuple(blocks))
     return out.reshape(lanes, *out.shape[2:])
 
 
@@ -158,11 +170,7 @@ def _together(lhs: Value, rhs: Value, places: _Places, params: dict[str, Any]) -
     if places.adds:
         at = channels  # with channels the fastest
         counts, sizes, by, strides = sizes, counts, strides, by
-    slices = [
-        _sliced(lhs, spatial, place, by, sizes, strides)
-        for place in itertools.product(*map(range, counts))
-    ]
-    side_by_side = jnp.stack(slices, at)
+    side_by_side = _side_by_side(lhs, spatial, counts, by, sizes, strides, at)
     shape = side_by_side.shape
     side_by_side = side_by_side.reshape(*shape[:at], *counts, *shape[at + 1 :])
     if places.adds:
@@ -173,6 +181,30 @@ def _together(lhs: Value, rhs: Value, places: _Places, params: dict[str, Any]) -
     out = _product(side_by_side, rhs, contract, params)
     # The lanes, the places, images and features.
     return _in_order(out, [number + 1, number + 2, *range(1, number + 1)], params)
+
+
+def _side_by_side(
+    x: Value,
+    dims: Sequence[int],
+    counts: Sequence[int],
+    by: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    at: int,
+) -> jax.Array:
+    """Stacks the slices of `x` that start at each of `counts` places, along axis `at`."""
+    places = list(itertools.product(*map(range, counts)))
+    if len(places) <= _FEW_SLICES or max(strides) > 1 or at > 1:
+        return jnp.stack([_sliced(x, dims, place, by, sizes, strides) for place in places], at)
+    # XLA makes a function for each slice that is written out, and one for a loop over them. The
+    # loop has slices in front: to move them behind other dimensions takes longer.
+    shape = list(x.shape)
+    for d, n in zip(dims, sizes, strict=True):
+        shape[d] = n
+    starts = np.zeros((len(places), x.ndim), np.int32)
+    starts[:, list(dims)] = np.array(places) * np.array(by)
+    slices = lax.map(lambda start: lax.dynamic_slice(x, list(start), shape), starts)
+    return jnp.moveaxis(slices, 0, at)
 
 
 def _padded(lhs: Value, spatial: Sequence[int], params: dict[str, Any]) -> jax.Array:
