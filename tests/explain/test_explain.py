@@ -100,6 +100,15 @@ def why_masked(fun, *args, in_axes=0, divergence=ONE_DEVICE, **options):
     return why
 
 
+def test_branches_of_what_all_lanes_share_count_the_costliest():
+    """As XLA counts them, and as branches do that all lanes take together"""
+    branches = [lambda a: a @ a @ a, lambda a: a @ a, lambda a: a]
+    f = lambda i, a, x: lax.switch(i, branches, a) @ x
+    explanation = bx.explain(f, (None, None, 0))(1, jnp.ones((6, 6)), jnp.ones((4, 6)))
+    assert by_primitive(explanation)["cond"].work.flops == 2 * 2 * 6**3
+    assert by_primitive(explanation)["cond"].emitted.count("dot_general") == 3
+
+
 def calling_host(x):
     jax.debug.callback(lambda x: None, x)
     return x * 2

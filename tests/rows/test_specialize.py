@@ -211,10 +211,54 @@ def test_how_many_programs_there_are():
         bx.Ragged(jnp.ones(9), jnp.asarray([4, 5]), 10_000)
     )
     assert len(str(program)) < 100_000
-    with pytest.raises(UnsupportedError, match="lengths are traced"):  # a number in each answer
-        jax.make_jaxpr(bx.vmap(lambda x: sum(range(len(x))) if x.shape[0] > 5 else x.sum()))(
+    in_numbers = lambda x: sum(range(len(x)))
+    with pytest.raises(UnsupportedError, match="lengths are traced") as error:
+        jax.make_jaxpr(bx.vmap(lambda x: in_numbers(x) if x.shape[0] > 5 else x.sum()))(
             bx.Ragged(jnp.ones(9), jnp.asarray([4, 5]), 10_000)
         )
+    # The question has an answer for each part. The number is what one of them needs.
+    assert f":{in_numbers.__code__.co_firstlineno} " in str(error.value)
+    assert "take a number" in str(error.value)
+
+
+def of_detrended_windows(x):
+    times = jnp.arange(x.shape[0])
+    matrix = jnp.stack([jnp.ones_like(x), times.astype(x.dtype)], 1)
+    x = x - matrix @ jnp.linalg.lstsq(matrix, x)[0]
+    return jnp.linalg.svd(x[times[:-3, None] + jnp.arange(4)], compute_uv=False)[:1]
+
+
+def largest_if_short(x):
+    return x[:2].sum() if x.shape[0] > 9 else jax.lax.top_k(x, 4)[0].sum()
+
+
+@pytest.mark.parametrize("function", [of_detrended_windows, largest_if_short])
+def test_a_part_whose_short_rows_a_function_does_not_take(function):
+    """Other rows have their programs"""
+    x = ragged(lengths=(5, 9, 40, 12), spare=0, poison=False)
+    batched = lambda n: bx.vmap(function)(bx.Ragged(x.data, n, 40))
+    found = jax.jit(batched)(jnp.asarray(x.lengths))
+    alone = jax.jit(lambda rows: list(map(function, rows)))(x.rows())
+    for i, expected in enumerate(alone):
+        own = found.rows()[i] if isinstance(found, bx.Ragged) else found[i]
+        same(own, expected, dict(rtol=1e-4, atol=1e-5))
+
+
+@pytest.mark.parametrize("shape", ["line", "several", "weighted", "full"])
+def test_polynomials_of_rows(shape):
+    def fit(x):
+        times = jnp.arange(x.shape[0]).astype(x.dtype)
+        w = jnp.abs(x) + 1 if shape == "weighted" else None
+        y = jnp.stack([x, x * x], 1) if shape == "several" else x
+        fitted = jnp.polyfit(times, y, 1, w=w, full=shape == "full")
+        return fitted if shape == "full" else (fitted,)
+
+    x = ragged(lengths=(5, 9, 2, 40, 12, 3), spare=0, poison=False)
+    found = jax.jit(lambda n: bx.vmap(fit)(bx.Ragged(x.data, n, 40)))(jnp.asarray(x.lengths))
+    alone = jax.jit(lambda rows: list(map(fit, rows)))(x.rows())
+    for i, expected in enumerate(alone):
+        own = tuple(v.rows()[i] if isinstance(v, bx.Ragged) else v[i] for v in found)
+        same(own, expected, dict(rtol=1e-3, atol=1e-4))
 
 
 def test_many_known_lengths_have_a_program_for_each_answer():

@@ -111,6 +111,14 @@ class Tally:
     times: int | None = 1  # how often they run; None if that is not known
     skipped: bool = False  # whether they are in a branch, of a ``cond``, that may not run
 
+    def add(self, other: Tally) -> None:
+        self.emitted += other.emitted
+        self.work += other.work
+        self.moves += other.moves
+        self.broadcasts += other.broadcasts
+        if self.times is not None and (other.times is None or other.times > self.times):
+            self.times = other.times
+
 
 class Attribution:
     """Sorts the operations of a batched program by the equations they are of; those of none under
@@ -146,29 +154,45 @@ class Attribution:
             # apart.
             if any(p.role != "call" for p in inner):
                 self._add(record, eqn, devices * cost_around(eqn, inner), times, skipped)
-            each = devices * devices_of(eqn)
+            each, branches = devices * devices_of(eqn), []
             for p, runs in zip(inner, _run_here(eqn, len(inner)), strict=True):
                 often = None if times is None or p.times is None else times * p.times
-                may_not = skipped or p.is_branch
-                self._walk(p.jaxpr, p.integers, record, often, may_not, each * runs)
+                if not p.is_branch:
+                    self._walk(p.jaxpr, p.integers, record, often, skipped, each * runs)
+                    continue
+                outside, self.tallies = self.tallies, {}
+                self._walk(p.jaxpr, p.integers, record, often, True, each * runs)
+                branches.append(self.tallies)
+                self.tallies = outside
+            self._add_branches(branches)
 
     def _add(
         self, record: Record | None, eqn: Eqn, cost: Cost, times: int | None, skipped: bool
     ) -> None:
         # Where the number of steps is not known, one step is counted.
-        tally = self.tallies.setdefault(record, Tally(times=times, skipped=skipped))
         often = 1 if times is None else times
-        name = eqn.primitive.name
-        tally.emitted.append(shown(eqn.primitive))
-        tally.work += Work(often * (cost.flops + cost.transcendentals), often * cost.bytes)
-        if tally.times is not None and (times is None or times > tally.times):
-            tally.times = times
-        written = bytes_of(v.aval for v in eqn.outvars)
-        if name == "transpose":
-            tally.moves += written
+        name, written = eqn.primitive.name, bytes_of(v.aval for v in eqn.outvars)
         # A broadcast that writes no more than it reads only adds dimensions of size one.
-        elif name == "broadcast_in_dim" and written > bytes_of(v.aval for v in eqn.invars):
-            tally.broadcasts += written
+        repeats = name == "broadcast_in_dim" and written > bytes_of(v.aval for v in eqn.invars)
+        tally = self.tallies.setdefault(record, Tally(times=times, skipped=skipped))
+        tally.add(
+            Tally(
+                [shown(eqn.primitive)],
+                Work(often * (cost.flops + cost.transcendentals), often * cost.bytes),
+                moves=written * (name == "transpose"),
+                broadcasts=written * repeats,
+                times=times,
+            )
+        )
+
+    def _add_branches(self, branches: Sequence[Mapping[Record | None, Tally]]) -> None:
+        """Adds the operations of all branches, and what the costliest of them costs."""
+        for record in dict.fromkeys(record for branch in branches for record in branch):
+            own = [branch[record] for branch in branches if record in branch]
+            one = max(own, key=lambda t: t.work.flops + t.work.bytes)
+            tally = self.tallies.setdefault(record, Tally(times=one.times, skipped=one.skipped))
+            for t in own:
+                tally.add(t if t is one else Tally(t.emitted, times=t.times))
 
 
 def _run_here(eqn: Eqn, programs: int) -> list[bool]:

@@ -254,6 +254,39 @@ def _interp(
     return jnp.where(x > xp[-1], fp[-1] if right is None else right, out)
 
 
+@_compat.patches("jax.numpy.polyfit")
+def _polyfit(
+    original: Callable[..., Any],
+    x: Value,
+    y: Value,
+    deg: int,
+    rcond: float | None = None,
+    full: bool = False,
+    w: Value = None,
+    cov: bool | str = False,
+) -> Tree:
+    # JAX makes a number of the size, for the least singular value that is not zero. Here it is an
+    # array. Otherwise this is JAX's function.
+    size = np.shape(x)[0] if np.ndim(x) == 1 else None
+    alike = np.ndim(y) in (1, 2) and np.shape(y)[0] == size
+    alike = alike and (w is None or (np.ndim(w) == 1 and np.shape(w)[0] == size))
+    if not _compat.is_row_size(size) or not alike or rcond is not None or cov or deg < 0:
+        return original(x, y, deg, rcond, full, w, cov)
+    if size < 1:  # where that may be, lengths are divided by the answer
+        return original(x, y, deg, rcond, full, w, cov)
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    tolerance: Any = jnp.asarray(size) * float(jnp.finfo(x.dtype).eps)
+    powers = jnp.vander(x, deg + 1)
+    if w is not None:
+        w = jnp.asarray(w)
+        powers = powers * w[:, None]
+        y = y * (w[:, None] if y.ndim == 2 else w)
+    scale = jnp.sqrt((powers * powers).sum(0))
+    c, *others = jnp.linalg.lstsq(powers / scale, y, tolerance)
+    c = (c.T / scale).T
+    return (c, *others, tolerance) if full else c
+
+
 @_compat.patches("jax.lax.associative_scan", "derivative of cumprod")
 def _associative_scan(
     original: Callable[..., Value],

@@ -376,8 +376,10 @@ class InRows(Strategy):
         outs = self._of_any_length(rows, rows.lengths_known and self.shards is None)
         if isinstance(outs, Exception):
             by_answer = self.options.layout == Layout.AUTO and needs_number(outs)
-            parted = run_specialized(rows, self.chunking, outs) if by_answer else None
-            return parted or group_by_length(rows, self.chunking, why_grouped(outs))
+            parted = run_specialized(rows, self.chunking, outs) if by_answer else outs
+            if isinstance(parted, Exception):
+                return group_by_length(rows, self.chunking, why_grouped(outs))
+            return parted
         return outs
 
     def _of_any_length(self, call: RowCall, lengths_known: bool) -> Outputs | Exception:
@@ -407,8 +409,9 @@ class InRows(Strategy):
             return error
         if self.shards is None and self.options.layout == Layout.AUTO:
             outs = run_specialized(call, self.chunking, error)
-            if outs is not None:
+            if not isinstance(outs, Exception):
                 return outs
+            error = outs
         raised = explained(call, error, self.shards is not None)
         if isinstance(raised, UnsupportedError) and not are_few(call.sizes):
             several = "" if len(call.sizes) == 1 else ", or, of several sizes, so many together"

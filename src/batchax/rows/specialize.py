@@ -22,6 +22,7 @@ from jax.core import ShapedArray, eval_jaxpr
 
 from batchax import _compat
 from batchax.analysis.canonical_form import same_results
+from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs
 from batchax.execution.chunked import Chunking
 from batchax.frontend.arguments import Mapped
@@ -45,7 +46,14 @@ from batchax.rows.index import pad_rows
 from batchax.rows.layouts import flatten
 from batchax.rows.padded import Row, run_padded
 from batchax.rows.ragged import Ragged
-from batchax.rows.sizes import Sizes, comparison_of, find_found, has_symbols, is_symbolic
+from batchax.rows.sizes import (
+    Sizes,
+    comparison_of,
+    find_found,
+    has_symbols,
+    is_symbolic,
+    needs_number,
+)
 
 MOST_LENGTHS = 33  # programs, one for each length: that of a row without elements is one
 MOST_KNOWN = 8  # programs for known lengths, one for each, where fewer serve for parts of them
@@ -96,7 +104,9 @@ def _run_padded_row(
     return run_padded(sizes, program.jaxpr, program.consts, rows)
 
 
-def run_specialized(call: RowCall, chunking: Chunking | None, error: Exception) -> Outputs | None:
+def run_specialized(
+    call: RowCall, chunking: Chunking | None, error: Exception
+) -> Outputs | Exception:
     """The outputs of a function of one row, by a branch for each part of the lengths.
 
     In a part all lengths have one answer to what the function asks, or there is one length. Rows of
@@ -104,9 +114,10 @@ def run_specialized(call: RowCall, chunking: Chunking | None, error: Exception) 
     what ``jnp.take`` fills in for what is not there: NaN, or the least number.
 
     Returns:
-      None where lengths are known, and few, or needed as numbers: then rows run by length. Or where
-      lengths are many, or the function uses the name of the axis, or returns what differs in kind
-      with the length; or ``out_axes=None`` requires an output that all lengths share.
+      The error of the function where lengths are known, and few, or needed as numbers: then rows
+      run by length. Or where lengths are many, or the function uses the name of the axis, or
+      returns what differs in kind with the length; or ``out_axes=None`` requires an output that all
+      lengths share. It is the error of a part of the lengths, if a part needs them as numbers.
     """
     sizes = call.sizes
     lengths, why = AllLengths(sizes), why_grouped(error)
@@ -114,20 +125,22 @@ def run_specialized(call: RowCall, chunking: Chunking | None, error: Exception) 
     if call.lengths_known:
         own = np.unique(np.asarray(sizes[0].lengths))
         if not by_answer or len(own) <= MOST_KNOWN:
-            return None
+            return error
         parts = _parts_of_many(call, np.arange(lengths.count))
-        taken = [part.numbers for part in parts or () if part.staged is not None]
-        if parts is None or not np.isin(own, np.concatenate([own[:0], *taken])).all():
-            return None
-        return _switched(call, chunking, lengths, parts, why)
-    parts = _parts_by_answer(call, np.arange(lengths.count), error) if by_answer else None
-    outs = None if parts is None else _switched(call, chunking, lengths, parts, why)
+        if isinstance(parts, Exception):
+            return error
+        taken = [part.numbers for part in parts if part.staged is not None]
+        if not np.isin(own, np.concatenate([own[:0], *taken])).all():
+            return error
+        return _switched(call, chunking, lengths, parts, why) or error
+    parts = _parts_by_answer(call, np.arange(lengths.count), error) if by_answer else error
+    outs = None if isinstance(parts, Exception) else _switched(call, chunking, lengths, parts, why)
     if outs is None and are_few(sizes):
-        parts = _single_parts(call, lengths, [lengths.count - 1])
-        if parts[0].staged is not None:  # or it is wrong
-            parts = [*_single_parts(call, lengths, range(lengths.count - 1)), *parts]
-            outs = _switched(call, chunking, lengths, parts, why)
-    return outs
+        last = _single_parts(call, lengths, [lengths.count - 1])
+        if last[0].staged is not None:  # or it is wrong
+            singles = [*_single_parts(call, lengths, range(lengths.count - 1)), *last]
+            outs = _switched(call, chunking, lengths, singles, why)
+    return outs or (parts if isinstance(parts, Exception) else error)
 
 
 def _switched(
@@ -344,33 +357,54 @@ def _at_length(aval: Aval, length: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, aval.dtype)
 
 
-def _parts_by_answer(call: RowCall, lengths: np.ndarray, error: Exception) -> list[_Part] | None:
-    """Parts of the lengths, in each of which all questions of the function have one answer."""
+def _parts_by_answer(
+    call: RowCall, lengths: np.ndarray, error: Exception
+) -> list[_Part] | Exception:
+    """Parts of the lengths, in each of which all questions of the function have one answer.
+
+    An error where that cannot be: `error`, or that of a part which needs a number.
+    """
     comparison = comparison_of(error)
     answers = None if comparison is None else comparison.answers()
     if answers is None or len(answers) != len(lengths):
-        return None
+        return error
     runs = np.split(lengths, np.flatnonzero(answers[1:] != answers[:-1]) + 1)
     if len(runs) == 1 or len(runs) > MOST_PARTS:
-        return None
-    every = AllLengths(call.sizes)
+        return error
     parts: list[_Part] = []
     for run in runs:
-        own = _single_parts(call, every, run) if len(run) <= 2 else _parts_of_many(call, run)
-        if own is None or len(parts) + len(own) > MOST_PARTS:
-            return None
+        own = _single_parts(call, AllLengths(call.sizes), run) if len(run) <= 2 else None
+        own = _parts_of_many(call, run) if own is None else own
+        if isinstance(own, Exception):
+            if len(run) > MOST_LENGTHS:
+                return own if needs_number(own) else error
+            # Such as rows that are shorter than the function takes, which raise its own error.
+            own = _joined(_single_parts(call, AllLengths(call.sizes), run))
         parts += own
+        if sum(part.staged is not None for part in parts) > MOST_PARTS:
+            return error
     return parts
 
 
-def _parts_of_many(call: RowCall, lengths: np.ndarray) -> list[_Part] | None:
-    """One part for all of the lengths, or as many as it takes."""
+def _joined(parts: Sequence[_Part]) -> list[_Part]:
+    """The parts of single lengths, where adjacent ones without a program are one part."""
+    joined: list[_Part] = []
+    for part in parts:
+        if joined and part.staged is joined[-1].staged is None:
+            joined[-1] = _Part(np.append(joined[-1].numbers, part.numbers))
+        else:
+            joined.append(part)
+    return joined
+
+
+def _parts_of_many(call: RowCall, lengths: np.ndarray) -> list[_Part] | Exception:
+    """One part for all of the lengths, or as many as it takes; an error where that cannot be."""
     part = RowCall.of(call, lengths)
     (size,), bounds = part.sizes, part.bounds
     try:
         staged, outputs = part.staged_at((size.symbol,))
         if find_found(staged):
-            return None
+            return UnsupportedError("the function finds sizes")
 
         def padded(length: Value, *arrays: Value) -> list[Any]:
             sizes = Sizes(bounds, {size.name: length})

@@ -154,7 +154,7 @@ def _diagonal_added(
 ) -> tuple[Any, Any]:
     rows, columns = value.shape[-2:]
     size = jnp.abs(lax.stop_gradient(value))
-    most = jnp.maximum(*(size.sum(axis).max(-1) for axis in (-1, -2)))[..., None, None]
+    most = jnp.maximum(*(size.sum(axis).max(-1, initial=0) for axis in (-1, -2)))[..., None, None]
     most = 1.5 * jnp.where(most > 0, most, 1)
     at, along = np.arange(rows)[:, None] - own_rows, np.arange(columns) - own_columns
     there = (at == along) & (at >= 0)
