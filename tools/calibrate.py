@@ -29,7 +29,7 @@ from jax import lax
 
 from batchax.analysis.calibrated import CALIBRATED, Costs
 
-TABLE = Path(__file__).parents[1] / "src" / "batchax" / "programs" / "calibrated.py"
+TABLE = Path(__file__).parents[1] / "src" / "batchax" / "analysis" / "calibrated.py"
 HEAD = "CALIBRATED = {\n"  # what stands before it is kept
 TURNS = 9
 FEW, MANY = 1 << 18, 1 << 21  # numbers: what all lanes hold lies in no cache
