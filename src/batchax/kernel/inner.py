@@ -381,7 +381,9 @@ def while_loop(
 
     (test_jaxpr,), test_consts = _compat.hoist_constants(_compat.stage(test, types))
     (step_jaxpr,), step_consts = _compat.hoist_constants(_compat.stage(step, types))
-    assert step_jaxpr.out_avals == types
+    if step_jaxpr.out_avals != types:  # on a mesh JAX makes them alike, where it can
+        once_strong = lambda state: jax.tree.map(_strong, once(state))
+        return lax.while_loop(goes_on, once_strong, structure.unflatten(first))
     last = while_p.bind(
         *test_consts,
         *step_consts,
