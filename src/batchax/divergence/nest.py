@@ -211,7 +211,7 @@ def _prices_of_inner(jaxpr: Jaxpr, eqn: Eqn, given: Differs, lanes: int) -> Step
     begin = price_of_cost(Cost(launches=1))  # so does a scan that asks for the number of its step
     of_tests = [price_of(_compat.close(t.program), (True,) * len(t.operands)) for t in tests]
     inside = [step.around, *[step.inside] * often, keeps, *(of_tests or [begin])]
-    # What it updates in place is copied, except for what it alone reads of what the loop around holds.
+    # What it updates in place is copied, except for what it alone reads of what is held around it.
     needed = {eqn, *(s.eqn for s in plan(jaxpr.eqns, eqn.invars))}
     others = [v for e in jaxpr.eqns if e not in needed for v in e.invars]
     free = set(jaxpr.invars).difference(variables_in([*others, *jaxpr.outvars]))
