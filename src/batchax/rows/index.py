@@ -104,7 +104,7 @@ def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int
         row = lax.select(leaves, row + one, row)
         return row, place, element, arrays
 
-    # A loop of its own, which XLA removes where these arrays are not used. XLA makes a function
+    # A separate loop, which XLA removes where these arrays are not used. XLA makes a function
     # for each array that it fills with a number.
     elements = lax.full((capacity,), 0, np.int32)
     steps = np.int32(count + capacity // _WINDOW + 1)
