@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from batchax.analysis import calibrated
 from batchax.analysis.calibrated import CALIBRATED, Costs
 
-TABLE = Path(__file__).parents[1] / "src" / "batchax" / "analysis" / "calibrated.py"
+TABLE = Path(calibrated.__file__)
 HEAD = "CALIBRATED = {\n"  # what stands before it is kept
 TURNS = 9
 FEW, MANY = 1 << 18, 1 << 21  # numbers: what all lanes hold lies in no cache

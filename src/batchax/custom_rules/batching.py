@@ -206,9 +206,11 @@ def _by_rule(
     return result
 
 
-def _derivatives(axis: Axis, rule: UserRule, steps: Sequence[Any], flags: Flags) -> BatchedFlat:
-    """Applies derivative `steps` to the rule, for operands that `flags` marks as batched."""
-    steps = merged(steps)
+def _derivatives(
+    axis: Axis, rule: UserRule, given: Sequence[DerivativeStep], flags: Flags
+) -> BatchedFlat:
+    """Applies the `given` steps to the rule, for operands that `flags` marks as batched."""
+    steps = merged(given)
     every = [flags]  # of the operands before each step
     # From the last step to the first: what must be batched before each of them.
     for step in reversed(steps):

@@ -150,7 +150,7 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
 
 
 class StepPrices(NamedTuple):
-    """What a step of a loop costs, as estimated before it is cut, which takes ten times as long."""
+    """The prices of a step of a loop, found before it is cut: to cut it takes 10x as long."""
 
     around: Price  # between the loops in it that lanes leave one by one
     inside: Price  # a step of these
@@ -208,7 +208,8 @@ def _prices_of_inner(jaxpr: Jaxpr, eqn: Eqn, given: Differs, lanes: int) -> Step
     kept = kept_carries(_compat.close(body.program), body.same)
     keeps = price_of_keeping([v.aval for k, v in enumerate(first) if k not in kept])
     often = 1 if step.pays(lanes) else STEPS_INSIDE
-    begin = price_of_cost(Cost(launches=1))  # so does a scan that asks for the number of its step
+    # To come to a loop is one operation, and the predicate of a scan, which counts, is another.
+    begin = price_of_cost(Cost(launches=1))
     of_tests = [price_of(_compat.close(t.program), (True,) * len(t.operands)) for t in tests]
     inside = [step.around, *[step.inside] * often, keeps, *(of_tests or [begin])]
     # What it updates in place is copied, except for what it alone reads of what is held around it.

@@ -47,11 +47,9 @@ def by_reverse_rules(eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
     inner = [with_reverse_rules(_compat.close(body.program)) for body in bodies_of(eqn)]
     if eqn.primitive.name == "jit":
         return eval_jaxpr(inner[0].jaxpr, inner[0].consts, *operands)
-    return (
-        bind_with(eqn, operands, inner, [])
-        if is_rebuilt(eqn.primitive)
-        else bind_equation(eqn, operands)
-    )
+    if is_rebuilt(eqn.primitive):
+        return bind_with(eqn, operands, inner, [])
+    return bind_equation(eqn, operands)
 
 
 def with_reverse_rules(program: ClosedJaxpr) -> ClosedJaxpr:

@@ -270,9 +270,9 @@ def _polyfit(
     size = np.shape(x)[0] if np.ndim(x) == 1 else None
     alike = np.ndim(y) in (1, 2) and np.shape(y)[0] == size
     alike = alike and (w is None or (np.ndim(w) == 1 and np.shape(w)[0] == size))
-    if not _compat.is_row_size(size) or not alike or rcond is not None or cov or deg < 0:
-        return original(x, y, deg, rcond, full, w, cov)
-    if size < 1:  # where that may be, lengths are divided by the answer
+    serves = _compat.is_row_size(size) and alike and rcond is None and not cov and deg >= 0
+    # Where rows may be empty, lengths are divided by the answer.
+    if size is None or not serves or size < 1:
         return original(x, y, deg, rcond, full, w, cov)
     x, y = jnp.asarray(x), jnp.asarray(y)
     tolerance: Any = jnp.asarray(size) * float(jnp.finfo(x.dtype).eps)

@@ -34,7 +34,8 @@ from batchax.kernel.registry import register_rule
 from batchax.linalg.pays import pays_back
 
 _MOST_SLICES = 49  # they are written out in the program
-_FEW_SLICES = 2  # up to so many take no longer to compile than a loop
+# Up to so many take no longer to compile than a loop. Programs: gradient over 32 images.
+_FEW_SLICES = 2
 _MANY_CHANNELS = 32  # from here on a product for each place of a kernel is large enough
 # Up to so many channels: microseconds that a lane gains for each product, and seconds that it takes
 # longer to compile, by measurements of images of 8 to 28 pixels a side and kernels of 3.
