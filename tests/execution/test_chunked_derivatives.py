@@ -192,12 +192,13 @@ def test_a_call_that_does_not_read_an_argument(call, options):
     np.testing.assert_allclose(gradient(bx.vmap, **options), gradient(jax.vmap), rtol=1e-5)
 
 
+@pytest.mark.parametrize("out_axes", [0, bx.Reduce("sum")], ids=["lanes", "loss"])
 @pytest.mark.parametrize("fun", [lambda x, y: lax.stop_gradient(y) * x, lambda x, y: jnp.floor(y)])
-def test_an_operand_without_a_derivative_may_be_made_without_reverse_mode(fun):
+def test_an_operand_without_a_derivative_may_be_made_without_reverse_mode(fun, out_axes):
     x = jnp.arange(1.0, 9)
     grow = lambda x: lax.while_loop(lambda y: y.sum() < 90, lambda y: y * 1.5, x)
     total = lambda batched: jax.grad(lambda x: jnp.sum(batched(x, grow(x))))
-    chunked = bx.vmap(fun, batch_size=3)
+    chunked = bx.vmap(fun, out_axes=out_axes, batch_size=3)
     np.testing.assert_allclose(total(chunked)(x), total(jax.vmap(fun))(x), rtol=1e-6)
 
 

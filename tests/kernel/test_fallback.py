@@ -104,6 +104,18 @@ def test_no_rule_anywhere_composes():
     assert jnp.array_equal(inside, jnp.full_like(X, 2))
 
 
+@pytest.mark.filterwarnings("error::batchax.SequentialFallbackWarning")
+def test_what_batchax_rejects_inside_a_rule_of_jax_is_no_missing_rule():
+    p = new_primitive("calls_batchax", lambda x: x)
+
+    def rule(args, dims):
+        raise bx.UnsupportedError("not in this rule")
+
+    batching.primitive_batchers[p] = rule
+    with pytest.raises(bx.UnsupportedError, match="not in this rule"):
+        bx.vmap(p.bind)(X)
+
+
 def rule_of_jax(p):
     def rule(size, name, main_type, args, dims, *, names):
         assert name in names

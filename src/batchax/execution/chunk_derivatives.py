@@ -214,9 +214,19 @@ def jvp(primals: Values, tangents: Values, *, loop: ChunkLoop, program: ClosedJa
         given, moved = ([x[i] for i in moving] for x in (primals, tangents))
         outs, dots = jax.jvp(of_moving, given, moved)
         return outs, [dots[k] if k in dependent else zero for k, zero in enumerate(zeros)]
+    if not dependent:
+        return chunk_loop_p.bind(*primals, loop=loop, program=program), zeros
+    tangent_loop = _tangent_loop(loop, program, moving, dependent)
+    # A rounded operand is used, and its tangent is not. It gets no cotangent: what made it, such as
+    # a loop of unknown length, may have no reverse mode.
+    inner = _traced(tangent_loop, [*primals, *(tangents[i] for i in moving)])
+    read = _compat.used_inputs(inner, [True] * len(inner.out_avals))[1 + len(primals) :]
+    if not all(read):
+        moving = [i for i, is_read in zip(moving, read, strict=True) if is_read]
+        tangent_loop = _tangent_loop(loop, program, moving, dependent)
     # One pass computes a scalar loss with its gradient: the tangent is then an inner product, and
     # reverse mode runs no chunk twice.
-    if is_loss(loop, dependent, types, [primals[i] for i in moving]):
+    if moving and is_loss(loop, dependent, types, [primals[i] for i in moving]):
         (k,) = dependent
         with_gradient = loop_with_gradient(loop, k, moving)
         if can_run(with_gradient, primals):
@@ -224,19 +234,8 @@ def jvp(primals: Values, tangents: Values, *, loop: ChunkLoop, program: ClosedJa
             outs, gradient = outs[: len(types)], outs[len(types) :]
             zeros[k] = inner_product(gradient, [tangents[i] for i in moving])
             return outs, zeros
-    outs = chunk_loop_p.bind(*primals, loop=loop, program=program)
-    if not dependent:
-        return outs, zeros
     _reject_effects(program)
-    tangent_loop = _tangent_loop(loop, program, moving, dependent)
-    # A rounded operand is used, and its tangent is not. It gets no cotangent: what made it, such as
-    # a loop of unknown length, may have no reverse mode.
-    dots = [tangents[i] for i in moving]
-    inner = _traced(tangent_loop, [*primals, *dots])
-    read = _compat.used_inputs(inner, [True] * len(inner.out_avals))[1 + len(primals) :]
-    if not all(read):
-        moving = [i for i, is_read in zip(moving, read, strict=True) if is_read]
-        tangent_loop = _tangent_loop(loop, program, moving, dependent)
+    outs = chunk_loop_p.bind(*primals, loop=loop, program=program)
     if not moving:
         return outs, zeros
     given = _after(outs, primals) if calls_library(program.jaxpr) else primals

@@ -33,7 +33,7 @@ from jax.extend.core.primitives import jit_p
 from jax.sharding import PartitionSpec
 
 from batchax import _compat
-from batchax.errors import SequentialFallbackWarning
+from batchax.errors import SequentialFallbackWarning, UnsupportedError
 from batchax.jaxprs.bodies import bodies_of, control_flow, program_called
 from batchax.jaxprs.error_format import line_of, spoken
 from batchax.jaxprs.evaluate import Step, bind_equation, evaluate, plan, variables_in, walk
@@ -71,6 +71,8 @@ def run_without_rule(
         try:
             outs, positions = by_rule_of_jax(axis, primitive, operands, operand_axes, eqn.params)
             return (outs, positions) if primitive.multiple_results else ([outs], [positions])
+        except UnsupportedError:  # of batchax, which is called inside JAX's rule
+            raise
         except NotImplementedError:
             # Some rules do not take every operand, such as initial values of a reduction.
             if uses_axis(axis, eqn):
