@@ -64,7 +64,8 @@ gc.set_threshold(100_000, 20, 20)
 
 
 # What is compared is one program; there are a few calls outside of `jit`. A test that needs more
-# than so many is marked. Which test compiles what several share depends on which of them comes
+# than so many is marked. Tests at night compile what they need: limits are for what each commit
+# and `make test-all` run. Which test compiles what several share depends on which of them comes
 # first in a process, so a few more are allowed than it should need.
 MOST_COMPILATIONS, SHARED = 25, 25
 _compiled = itertools.count()
@@ -95,7 +96,7 @@ def pytest_runtest_call(item):
 
 def _whole_files(config, items):
     few = config.getoption("every") > 1 or len(items) < 100
-    return not few and not config.getoption("compile_all")
+    return not few and not config.getoption("compile_all") and not config.getoption("nightly")
 
 
 def pytest_addoption(parser):

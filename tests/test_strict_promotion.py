@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import pallas as pl
 
 import batchax as bx
 from explain.test_rule_names import CASES
@@ -100,8 +99,8 @@ ROWS = {
     "part set": lambda row: row.at[1:].set(0),
     "matrix set": lambda row: (row[:, None] * row[None]).at[
         jnp.array([0, 1])].set(row[None]).sum(1),
-    "matrix part": lambda row: (row[:, None] * row[None]).at[
-        1:, jnp.array([1, 0, -1])].set(jnp.broadcast_to(row[1:, None], (row.size - 1, 3))).sum(1),
+    "matrix part": lambda row: (row[:, None] * row[None]).at[1:].set((row[1:, None] * row[None]).at[
+        :, jnp.array([1, 0, -1])].set(jnp.broadcast_to(row[1:, None], (row.size - 1, 3)))).sum(1),
     "matrix element": lambda row: (row[:, None] * row[None]).at[
         jnp.arange(row.size), jnp.arange(row.size)].set(0).sum(1),
     "sorted": lambda row: jnp.sort(row) * row[jnp.argsort(row)],
@@ -169,15 +168,6 @@ def on_devices():
     return f(rows), jax.make_jaxpr(jax.grad(total))(rows.data)
 
 
-def parts_of_references(starts):
-    def f(x, start):
-        ref = jax.new_ref(x)
-        ref[pl.ds(start, 2)] = ref[pl.ds(start + 1, 2)]
-        return jax.ref.freeze(ref)
-
-    return bx.vmap(f)(jnp.ones((3, 4)), starts)
-
-
 X = np.linspace(0.1, 2, 14, dtype=np.float32).reshape(7, 2)
 ROWS_OF_X = bx.Ragged(X[:, 0], np.array([3, 4], np.int32))
 OTHERS = {
@@ -193,7 +183,6 @@ OTHERS = {
     ).reduced,
     "exchanges": exchanged,
     "rows on devices": on_devices,
-    "references": lambda: parts_of_references(jnp.arange(3)),
     "map": lambda: bx.map(lambda x, key: x + jax.random.normal(key, x.shape, x.dtype), X,
                           key=jax.random.key(0), batch_size=3).outputs,
     "map of rows": lambda: bx.map(lambda row: row / row.sum(), ROWS_OF_X).outputs,

@@ -29,7 +29,7 @@ def line(result: Measured) -> str:
         ways = [f"{way} {interval(result.against(way))}" for way in list(result.seconds)[1:]]
         return f"{result.work.name:41} {', '.join(ways)} of the loop by hand"
     if isinstance(result, Units):
-        return f"{f'{result.count:,} units':41} {_units(result)}"
+        return f"{f'many units: {result.count:,}':41} {_units(result)}"
     steady = f"{interval(result.steady)} of {result.slowest} alone"
     return f"{result.work.name:41} {steady}"
 

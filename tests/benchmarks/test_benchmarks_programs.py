@@ -224,8 +224,8 @@ COMMANDS = {
         ["| softmax and logsumexp |", "| matvec with own matrix |"],
         ["vmap.png"],
     ),
-    "around": ([], ["processor time more than `import jax` alone"], []),
-    "bounded": (["tanh of 256 numbers"], ["| tanh of 256 numbers |", "times the temporaries"], []),
+    "around": ([], ["s of CPU time more than `import jax` alone"], []),
+    "bounded": (["tanh of 256 numbers"], ["| tanh of 256 numbers |", "x the temporaries"], []),
     "chunks": (
         ["per-example gradients", "outer product, chunks of 4"],
         ["**per-example gradients** (8 / 4, axes None, 0, 0 to 0)", "| gradient | 4 |"],

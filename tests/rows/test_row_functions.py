@@ -90,6 +90,7 @@ WRITES = {
     "set the last two": lambda x: x.at[-2:].set(0.5),
     "permuted": lambda x: jnp.zeros_like(x).at[jnp.argsort(x[:, 0])].set(x, unique_indices=True),
     "set parts of a square": lambda x: (x @ x.T).at[:-1, 1:].add(1.0) @ x,
+    "set columns of a part": lambda x: x.at[1:].set(x[1:].at[:, jnp.array([1, 0])].set(0.5)),
     "greatest in bins": lambda x: jax.ops.segment_max(x, jnp.abs(bins(x)), num_segments=3),
     "updated by a window": lambda x: lax.dynamic_update_slice(x, x[1:] * 2, (1, 0)),
     "updated where data says": lambda x: lax.dynamic_update_slice(
@@ -234,6 +235,7 @@ REFUSED = {
     "reflectors": lambda x: jnp.linalg.slogdet(general(x), method="qr"),
     "eigenvalues of what is not symmetric": lambda x: jnp.linalg.eigvals(general(x)),
     "an update of a factor": lambda x: lax.linalg.cholesky_update(general(x), x[:, 0]),
+    "parts of several columns": lambda x: (x @ x.T).at[1:, jnp.array([1, 0])].set(1.0),
 }
 
 
