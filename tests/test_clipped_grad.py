@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
+from batchax.contractions import contracted
 
 RANDOM = np.random.default_rng(0)
 XS, YS = RANDOM.normal(size=(6, 4)), RANDOM.integers(0, 3, 6)
@@ -46,6 +47,23 @@ def test_the_sum_is_that_of_the_loop(options):
             expected,
         )
         assert got.count.dtype == got.clipped.dtype == jnp.int32
+
+
+def test_calls_outside_of_jit_rewrite_their_program_once(monkeypatch):
+    rewritten, run = [], contracted._Factoring.run
+    counted = lambda *args: rewritten.append(args) or run(*args)
+    monkeypatch.setattr(contracted._Factoring, "run", counted)
+    jax.clear_caches()
+    for first, scale in ((True, 1.0), (False, 2.0)):
+        scales = jnp.full(4, scale)  # a new array, which the loss closes over
+        scaled = bx.clipped_grad(lambda params, x, y, s=scales: loss(params, s * x, y), 2.0)
+        before = len(rewritten)
+        got = scaled(PARAMS, XS, YS)
+        assert (len(rewritten) > before) == first
+        expected = bx.clipped_grad(loss, 2.0)(PARAMS, scale * XS, YS)
+        assert got.clipped == expected.clipped
+        for name, total in expected.sum.items():
+            np.testing.assert_allclose(got.sum[name], total, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.compiles(160)

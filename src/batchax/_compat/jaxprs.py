@@ -65,6 +65,14 @@ def hoist_constants(*programs: ClosedJaxpr) -> tuple[list[ClosedJaxpr], list[Any
     return [hoisted[id(program)] for program in programs], consts
 
 
+def inputs_as_constants(program: ClosedJaxpr, consts: Values) -> ClosedJaxpr:
+    """Gives these values to the leading inputs of a program."""
+    jaxpr = constants_as_inputs(program.jaxpr)
+    values = [*program.consts, *consts]
+    first, rest = jaxpr.invars[: len(values)], jaxpr.invars[len(values) :]
+    return close(jaxpr.replace(constvars=first, invars=rest), values)
+
+
 def jaxpr_of(program: Program) -> Jaxpr:
     """Returns a program without the values of its constants."""
     jaxpr: Any = getattr(program, "jaxpr", program)

@@ -19,6 +19,7 @@ from jax.extend.core.primitives import jit_p
 
 from batchax import _compat
 from batchax.analysis.cost import is_fused
+from batchax.cache import Cache
 from batchax.contractions.deferred import DeferredContraction, Term, described, is_deferred
 from batchax.contractions.inside import ENTERED, run_inside
 from batchax.contractions.operations import OF_ARRAYS, OPERATIONS, is_wider, terms_of
@@ -28,6 +29,7 @@ from batchax.jaxprs.bodies import bodies_of, program_called, programs_inside
 from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.captured import MappedProgram, closed_over
 from batchax.kernel.debug_nans import checks_nans_here
@@ -35,21 +37,40 @@ from batchax.kernel.inner import stage_function
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.kernel.registry import call_key
 
 _SUMMED = ("float16", "bfloat16", "float32", "float64")
 
 
+_rewritten = Cache("programs outside of jit whose outputs carry their factors", most=64)
+
+
 def factored(
-    axis: Axis, staged: ClosedJaxpr, positions: Positions, added: Sequence[bool]
+    axis: Axis, staged: ClosedJaxpr, positions: Positions, added: Sequence[bool], traced: bool
 ) -> ClosedJaxpr:
     """Rewrites `staged` so that outputs `added` over lanes carry their factors.
 
-    `positions` are the batch axes of its inputs.
+    `positions` are the batch axes of its inputs, and `traced` says whether their values are.
     """
     jaxpr = staged.jaxpr
-    outputs = [k for k, v in enumerate(jaxpr.outvars) if added[k] and _may_be_summed(v)]
+    outputs = tuple(k for k, v in enumerate(jaxpr.outvars) if added[k] and _may_be_summed(v))
     if not outputs or not isinstance(axis.size, int) or checks_nans_here() or not _is_plain(jaxpr):
         return staged
+    if traced or recording.is_on() or any(isinstance(x, Tracer) for x in staged.consts):
+        return _factored(axis, staged, positions, outputs)
+    # A call outside of `jit` traces its function each time. The rewritten program is cached, with
+    # constants as inputs, so that the cache holds no arrays.
+    (program,), consts = _compat.hoist_constants(staged)
+    positions = (*[None] * len(consts), *positions)
+    key = call_key(axis, program, positions, outputs)
+    rewritten = _rewritten.get(key, lambda: _factored(axis, program, positions, outputs))
+    return _compat.inputs_as_constants(rewritten, consts)
+
+
+def _factored(
+    axis: Axis, staged: ClosedJaxpr, positions: Positions, outputs: Sequence[int]
+) -> ClosedJaxpr:
+    jaxpr = staged.jaxpr
     entered: set[int] = set()
     _mark(jaxpr, [jaxpr.outvars[k] for k in outputs], entered)
     held = _most_held(jaxpr, positions)

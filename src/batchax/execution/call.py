@@ -210,7 +210,7 @@ class Call:
         added = [is_added(output.spec) for output in outputs.described]
         positions = [m.axis for m in given]
         # Sums over the batch may be factored out of contractions.
-        staged = factored(self.axis, staged, positions, added)
+        staged = factored(self.axis, staged, positions, added, self.given_traced)
         return recording.with_numbers(staged), outputs
 
     def with_program(self: Self) -> Self:
