@@ -217,3 +217,21 @@ def test_a_result_of_dtype_float0():
     numbers = jnp.arange(N)
     assert loops_over_picks(compact(fun), P, X, numbers) == 1
     same(compact(fun)(P, X, numbers), bx.vmap(fun)(P, X, numbers), SOME)
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["alone", "in a batch"])
+def test_lanes_that_gain_nothing_by_width_run_alone(around):
+    # A CPU sorts one row after another. A slice compiles sooner than a gather and a scatter.
+    f = lambda p, x: lax.cond(p, jnp.sort, jnp.negative, x)
+    ours, masked = bx.vmap(f, divergence="compact"), bx.vmap(f, divergence="predicate")
+    p, x = jnp.tile(P, 24), example((24 * N, 256))
+    if around:
+        ours, masked = bx.vmap(ours), bx.vmap(masked)
+        p, x = jnp.stack([p, ~p]), jnp.stack([x, -x])
+    else:
+        text = jax.jit(ours).lower(p, x).compile().as_text()
+        assert "while(" in text
+        assert not any(f"{slow}(" in text for slow in ("gather", "scatter"))
+    gradient = lambda f: jax.grad(lambda x: total(f)(p, x))
+    same(*at_once(ours, masked)(p, x))
+    same(*at_once(gradient(ours), gradient(masked))(x), SOME)

@@ -143,6 +143,7 @@ only_in_reverse = Anywhere(
 
 
 _NARROWEST = 16  # lanes in a chunk
+_VECTOR = 64  # numbers of a lane that fill vectors without those of other lanes
 # Nanoseconds of work that make a chunk wide enough, so that beginning it costs little, and the most
 # lanes in it.
 _CHUNK_ON_CPU = (500_000.0, 1024)
@@ -297,6 +298,17 @@ class _Part:
         most, size = _chunk(self.work), self.axis.size
         return fitting_width(most, size // 4, 1) if self.axis.in_loop else fitting_width(most, size)
 
+    def _gains_nothing_by_width(self) -> bool:
+        """Whether single lanes take no longer than wide chunks, and less to compile.
+
+        So it is on a CPU where the branch is a long sort, say: rows are sorted one after another.
+        """
+        cost = self.cost
+        if jax.default_backend() != "cpu" or cost.copied > cost.work:  # lanes share an operand
+            return False
+        wide = all(aval.size >= _VECTOR for aval in self._moved())
+        return wide and cost.starting * _WORTH <= cost.work
+
     def _of_used(self) -> ClosedJaxpr:
         """The branch, from what it reads to what it computes."""
         jaxpr = self.program.jaxpr.replace(outvars=self.made)
@@ -323,7 +335,7 @@ class _Part:
         elif self.width is not None:
             chunk = min(self.width, size)
         else:
-            chunk = self._chunk()
+            chunk = 1 if self._gains_nothing_by_width() else self._chunk()
         share = plan.all_from if isinstance(plan, policy.Gathered) else None
         back = plan.all_from_back if isinstance(plan, policy.Gathered) else None
         inside = self.axis.divergence.inside(recompiled=share is not None)

@@ -133,6 +133,8 @@ def of_chunk(order: Value | None, count: Value, start: Value, width: int) -> Gat
     if order is None:
         return GatheredLanes(entries, counts, entries, start)
     lanes = part_of(order, start, 0, width)
+    if width == 1:  # a chunk runs only if a lane is left
+        return GatheredLanes(lanes, counts, lanes, lanes[0])
     # Entries after the last active lane are stand-ins.
     first = lax.broadcast(lanes[0], (width,))
     outside = entries + np.int32(order.size)  # all different: `put` declares its indices unique
