@@ -391,3 +391,19 @@ def test_an_open_program_with_constants_among_parameters():
 
     assert bx.same_program(of(jnp.sin), of(jnp.sin), 1.0)
     assert not bx.same_program(of(jnp.sin), of(jnp.cos), 1.0)
+
+
+def test_a_program_of_a_trace_that_is_over_among_parameters():
+    """As libraries keep a function that closes over a value, which they pass as an operand."""
+    primitive = Primitive("of_closure")
+    primitive.def_abstract_eval(lambda x, y, **_: x)
+
+    def of(fun):
+        def call(x):
+            closed = jax.make_jaxpr(lambda y: fun(y) * x)(1.0)
+            return primitive.bind(x, *closed.consts, program=closed.jaxpr)
+
+        return jax.jit(call)
+
+    assert bx.same_program(of(jnp.sin), of(jnp.sin), 1.0)
+    assert not bx.same_program(of(jnp.sin), of(jnp.cos), 1.0)

@@ -245,6 +245,22 @@ def test_a_function_without_a_forward_mode(batched):
     same(gradient(maps[batched](f))(x), gradient(maps["alone"](fun))(x))
 
 
+@VMAPS
+def test_a_rule_without_a_forward_mode_in_a_bounded_loop(vmap):
+    """The sweep back over the steps transposes tangents of what the rule does."""
+    fun = lambda x: normalized(x)[0]
+    f = bx.custom_vmap(fun)
+    f.def_vmap(lambda size, batched, x: (fun(x), True))
+
+    def gradient(f):
+        step = lambda c: (c[0] + 1, f(c[1] + 1))
+        walk = lambda x: bx.bounded_while(lambda c: c[0] < 2, step, (0, x), max_steps=3)[1]
+        return jax.jit(jax.grad(lambda x: jnp.sum(jnp.cos(walk(x)))))
+
+    x = jnp.linspace(-1.0, 2.0, 15).reshape(5, 3)
+    same(vmap(gradient(f))(x), jnp.stack(list(map(gradient(fun), x))))
+
+
 def test_a_transpose_by_another_operand_than_the_tangents():
     """The tangents of a product are linear in the other factor, too."""
     f = bx.custom_vmap(lambda y, x: y * jnp.sin(x))

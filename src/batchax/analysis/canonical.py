@@ -332,7 +332,9 @@ class CanonicalProgram:
         def inner(x: Value) -> Hashable:
             if isinstance(x, _compat.JAXPR_TYPES):
                 # One that is open is run with values for its constants, as for its other inputs.
-                opened = not hasattr(x, "consts") and x.constvars
+                # Since JAX 0.12 an open one still holds those of its trace, which is over.
+                over = any(isinstance(c, Tracer) for c in getattr(x, "consts", ()))
+                opened = over or (not hasattr(x, "consts") and x.constvars)
                 program = _compat.close(_compat.constants_as_inputs(x) if opened else x)
 
                 def inputs(level: int) -> list[CanonicalValue]:

@@ -34,7 +34,7 @@ from batchax.kernel.captured import captured_tracers
 from batchax.kernel.inner import batch_function, batched_aval, example_aval, stage_described
 from batchax.kernel.interpreter import ProgramRun, interpret
 from batchax.kernel.own_primitive import Flat, declare, pullback_of, tangents_of, transposed
-from batchax.kernel.reverse_rules import with_reverse_rules
+from batchax.kernel.reverse_rules import staged_with_reverse_rules, with_reverse_rules
 from batchax.rules.custom_derivatives import reached
 from batchax.rules.masking import is_inexact
 
@@ -60,7 +60,9 @@ class Tangents:
     def function(self, before: Flat) -> Flat:
         def run(*xs: Value) -> list[Any]:
             primals, tangents = xs[: -len(self.moving)], xs[-len(self.moving) :]
-            outs, dots = tangents_of(before, primals, self.moving, tangents, self.of)
+            # What a rule calls may have reverse mode alone, and its tangents are transposed later.
+            reversible = staged_with_reverse_rules(before)
+            outs, dots = tangents_of(reversible, primals, self.moving, tangents, self.of)
             return [*dots, *outs] if self.values else dots
 
         return run
