@@ -355,7 +355,7 @@ def batched(case, args, tangents, cotangents, engine=None):
         ys, pull, (others, ends) = jax.vjp(of_floats, *points, has_aux=True)
         flat = [m for y, m in zip(case.program.outputs, marks, strict=True) if y.inexact]
         arranged = [
-            _arranged(y, m, [c[k] for c in cotangents])
+            _arranged(y, m, [c[k] for c in cotangents], 0.0 if case.watched else np.nan)
             for k, (y, m) in enumerate(zip(ys, flat, strict=True))
         ]
         return ys, others, [], list(pull(arranged)), ends
@@ -402,11 +402,14 @@ def _apart(outs, marked, case):
     return rows
 
 
-def _arranged(y, mark, parts):
-    """Cotangents of the rows, as the result has them; what is no row's must not matter."""
+def _arranged(y, mark, parts, between):
+    """Cotangents of the rows, as the result has them; what is no row's, `between`, must not matter.
+
+    It is NaN, unless `jax.debug_nans` would see how it is made.
+    """
     if mark is None:
         return jnp.stack(parts)
     packed = jnp.concatenate(parts, mark[0])
     room = [(0, 0)] * packed.ndim
     room[mark[0]] = (0, y.shape[mark[0]] - packed.shape[mark[0]])
-    return jnp.pad(packed, room, constant_values=np.nan)
+    return jnp.pad(packed, room, constant_values=between)

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import os
 import types
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,13 @@ def test_programs_of_one_example(data):
 @pytest.mark.compiles(300)
 def test_programs_of_one_row(data):
     _run(data, draw_rows, judge_rows)
+
+
+@pytest.mark.parametrize("mode", ["values", "jvp", "vjp"])
+def test_a_program_of_one_row_under_debug_nans(mode):
+    with jax.enable_x64(True):
+        smallest = draw_rows(lambda n: 0)
+        judge_rows(replace(smallest, mode=mode, engine="staged", spare=2, watched=True))
 
 
 def _ends_with_the_third(connection, at):
