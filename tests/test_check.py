@@ -75,7 +75,7 @@ def test_a_value_that_differs():
     with pytest.raises(bx.MismatchError, match=r"fun differs.*in lane 8, out: .*, expected ") as e:
         bx.check(wrong)(x)
     assert isinstance(e.value, AssertionError)
-    bx.check(wrong, lanes=1)(x)  # of which lane 8 is none
+    assert bx.check(with_rule(jnp.sin), lanes=1)(x).lanes == (0,)
 
 
 @pytest.mark.parametrize("size", [8, 1000])
@@ -89,6 +89,23 @@ def test_a_rule_that_is_wrong_in_one_lane(size):
     assert str(e.value).endswith(f" Compared: {told}.")
     with pytest.raises(bx.MismatchError, match=rf"lane {lane}, cotangent of x"):
         bx.check(sloped(factors))(jnp.ones(size, FLOAT))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, int, "keys"])
+def test_a_lane_that_is_not_among_those_compared_one_by_one(dtype):
+    size, lane = 1000, 401
+    assert lane not in bx.check(jnp.sin)(numbers(size)).lanes
+    here = jnp.arange(size) == lane
+    if dtype == "keys":
+        fun = bx.custom_vmap(lambda key: key)
+        x = jax.random.split(jax.random.key(0), size)
+        fun.def_vmap(lambda size, batched, x: (jnp.where(here, x[::-1], x), True))
+    else:
+        fun = bx.custom_vmap(lambda x: 2 * x)
+        x = numbers(size).astype(dtype)
+        fun.def_vmap(lambda size, batched, x: (2 * x + here.astype(x.dtype), True))
+    with pytest.raises(bx.MismatchError, match=rf"in lane {lane}, out"):
+        bx.check(fun)(x)
 
 
 def sloped(factors):
@@ -109,11 +126,13 @@ def test_what_was_compared():
     assert checked.lanes == bx.check(layer, (None, 0))(numbers(3, 2), numbers(300, 3)).lanes
     assert repr(checked) == (
         "layer agrees with a loop over the examples. Compared: 64 of 300 lanes (lanes=300 compares "
-        "all), values and derivatives by w, x."
+        "all), values and derivatives by w, x. One loop compared the values of all lanes."
     )
     some = bx.check(layer, (None, 0), lanes=2, derivatives=False)(numbers(3, 2), numbers(9, 3))
     assert (some.lanes, some.size, some.derivatives) == ((0, 8), 9, ())
-    assert str(some).endswith("2 of 9 lanes (lanes=9 compares all), values, no derivatives.")
+    assert "2 of 9 lanes (lanes=9 compares all), values, no derivatives." in str(some)
+    many = bx.check(jnp.sin, lanes=2, derivatives=False)(numbers(1000))
+    assert str(many).endswith("One loop compared the values of 128 lanes.")
 
 
 def test_derivatives_by_arrays_in_a_tree_that_all_lanes_share():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
-from batchax.comparing import difference_of_trees, directions
+from batchax.comparing import difference_of_trees, directions, lanes_that_differ
 from batchax.errors import MismatchError, UnsupportedError
 from batchax.frontend.arguments import check_untraced
 from batchax.frontend.batched import Batched
@@ -36,6 +36,7 @@ from batchax.vmap import Options, vmap
 P = ParamSpec("P")
 
 _LANES = 64  # compared by default
+_IN_A_LOOP = 64  # times as many lanes run in one program
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Checked:
 
     Attributes:
       name: The name of the function.
-      lanes: The indices of the compared lanes.
+      lanes: The indices of the lanes compared one by one.
+      looped: The number of lanes whose values one loop compared, to find those that differ.
       size: The number of lanes in the batch.
       derivatives: The arguments whose derivatives were compared. Empty if one example has none, or
         with ``derivatives=False``.
@@ -58,13 +60,17 @@ class Checked:
     lanes: tuple[int, ...]
     size: int
     derivatives: tuple[str, ...] = ()
+    looped: int = 0
 
     def __str__(self) -> str:
         by = ", ".join(self.derivatives)
         what = f"values and derivatives by {by}" if by else "values, no derivatives"
+        many = "all lanes" if self.looped == self.size else f"{self.looped:,} lanes"
         return (
             f"{self.name} agrees with a loop over the examples. "
             f"Compared: {_budget(self.lanes, self.size)}, {what}."
+            + f" One loop compared the values of {many}."
+            * bool(self.looped)
         )
 
     __repr__ = __str__
@@ -99,13 +105,14 @@ def check(
 
     For test suites. The batched function runs for all lanes, with the options that are passed. The
     function of one example runs for up to `lanes` of them. Values and derivatives are compared,
-    with respect to mapped and shared arguments.
+    with respect to mapped and shared arguments. Before that, the function of one example runs in
+    one loop over 64 times as many lanes. Lanes whose values differ there are compared, too.
 
     Args:
       fun: A function of one example, as for `vmap`.
       in_axes: As for `vmap`.
-      lanes: The largest number of lanes to compare. A larger batch is sampled: the first, the last,
-        the middle, and random lanes, the same in each call.
+      lanes: The largest number of lanes to compare one by one. A larger batch is sampled: the
+        first, the last, the middle, and random lanes, the same in each call.
       derivatives: Whether to compare derivatives that exist for one example.
       rtol: Relative tolerance. Default: 1,000 times the rounding of the dtype.
       atol: Absolute tolerance, relative to the largest value of the array. Default: the same.
@@ -140,7 +147,9 @@ def check(
         comparison = _Comparison(fun, in_axes, dict(options), args, kwargs, lanes, tolerance)
         comparison.values()
         compared = comparison.derivatives() if derivatives else ()
-        return Checked(comparison.name, comparison.lanes, comparison.size, compared)
+        return Checked(
+            comparison.name, comparison.lanes, comparison.size, compared, comparison.looped
+        )
 
     return cast(Any, checked)
 
@@ -193,6 +202,7 @@ class _Comparison:
         self.size: int = next(map(_size, examples), options.get("axis_size", 0))
         self.lanes = _chosen(self.size, lanes)
         self._ends = sorted({*self.lanes[:1], *self.lanes[-1:]})
+        self.looped = 0
         self._parts = dict(zip(self._mapped, map(_by_lane, examples), strict=True))
         self._smooth = [
             i
@@ -200,6 +210,7 @@ class _Comparison:
             if _is_smooth(x) and (i not in self._mapped or self._positions[i] is not None)
         ]
         self._traced = sorted({*self._mapped, *self._smooth})
+        self._add_different(examples, lanes)
 
     def _called(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> Tree:
         args, kwargs = self._rebuild(leaves)
@@ -211,6 +222,28 @@ class _Comparison:
 
     def _leaves(self, traced: Sequence[Any]) -> list[Value]:
         return with_values(self._whole, self._traced, traced)
+
+    def _add_different(self, examples: Sequence[Any], most: int) -> None:
+        """Adds lanes whose values differ in a loop over many lanes, at most as many as before."""
+        many = np.array(_chosen(self.size, _IN_A_LOOP * most))
+        trees = examples, self._got
+        rows = any(map(_is_rows, jax.tree.leaves(trees, is_leaf=_is_rows)))
+        if rows or len(many) == len(self.lanes):
+            return
+
+        def one(mapped: Sequence[Any]) -> Tree:
+            given = dict(zip(self._mapped, mapped, strict=True))
+            return self._called(self._fun, [given.get(i, x) for i, x in enumerate(self._whole)])
+
+        try:
+            given, got = jax.tree.map(lambda x: x[many], trees)
+            expected = jax.block_until_ready(jax.jit(lambda xs: jax.lax.map(one, xs))(given))
+        except Exception:  # it needs values, say: the function runs for the chosen lanes alone
+            return
+        if jax.tree.leaves(got) and jax.tree.structure(got) == jax.tree.structure(expected):
+            self.looped = len(many)
+            different = many[lanes_that_differ(got, expected, **self._tolerance)]
+            self.lanes = tuple(sorted({*self.lanes, *map(int, different[:most])}))
 
     def values(self) -> None:
         run = _compiled(lambda xs: self._called(self._fun, self._leaves(xs)))

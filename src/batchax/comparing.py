@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.jaxprs.types import Value
+from batchax.jaxprs.types import Tree, Value
 from batchax.rules.masking import is_inexact
 
 _ROUNDINGS = 1000  # by which results may differ: the order of sums is not the same
@@ -46,6 +46,26 @@ def difference(
         f"{entry}: {got[index]}, expected {expected[index]} "
         f"({close.size - np.count_nonzero(close)} of {close.size} entries differ)"
     )
+
+
+def lanes_that_differ(
+    got: Tree, expected: Tree, rtol: float | None, atol: float | None
+) -> np.ndarray:
+    """Returns for each lane, the first axis of all arrays, whether `difference` may find one."""
+    different: Any = False
+    for g, e in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        if g.shape != e.shape:
+            return np.ones(len(g), bool)
+        g, e = (_comparable(x).reshape(len(x), -1) for x in (g, e))
+        if not is_inexact(g):
+            different |= (g != e).any(1)
+            continue
+        rounding = _ROUNDINGS * float(jnp.finfo(g.dtype).eps)
+        finite = np.where(np.isfinite(e), np.abs(e), 0).max(1, initial=0, keepdims=True)
+        absolute = (rounding if atol is None else atol) * finite
+        close = np.isclose(g, e, rounding if rtol is None else rtol, absolute, equal_nan=True)
+        different |= ~close.all(1)
+    return different
 
 
 def difference_of_trees(
