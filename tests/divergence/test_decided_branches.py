@@ -197,8 +197,7 @@ def test_derivatives_are_those_of_masked_lanes(way, worth, monkeypatch):
         same(x, y, SOME, name)
     forward, reverse = (count("tanh", ours[k]) for k in ("values", "reverse"))
     assert (reverse == forward) == (worth == 0 or way == "masked")
-    loops = [count("chunk_loop", ours[k]) for k in ("values", "reverse")]
-    assert [n > 0 for n in loops] == [True, way != "masked"]
+    assert count("chunk_loop", ours["values"]) > 0
 
 
 def test_branches_without_a_linear_part():

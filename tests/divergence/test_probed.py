@@ -56,10 +56,8 @@ def plans(fun, *args, **options):
 @pytest.fixture(params=["probed", "alone"])
 def way(request, monkeypatch):
     """All lanes first; or each lane by itself from the start, as one tile."""
-    if request.param == "probed":
-        monkeypatch.setattr(policy, "_SERIAL", 0.0)
-    else:
-        monkeypatch.setattr(policy, "_SERIAL", np.inf)
+    for share in "_SERIAL", "_SERIAL_OF_CORES":
+        monkeypatch.setattr(policy, share, 0.0 if request.param == "probed" else 1e9)
     return request.param
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
@@ -51,7 +50,7 @@ def test_a_scan_in_which_no_lanes_diverge_is_batched_for_lanes_in_lockstep(
         jax.clear_caches()
         lockstep.clear()
         batched = bx.vmap(lambda x: lax.scan(step, x, jnp.arange(3.0)))
-        return jax.make_jaxpr(batched)(np.ones(1 << 20, np.float32))
+        return jax.make_jaxpr(batched)(jnp.ones(1 << 20))
 
     monkeypatch.setattr(inner, "_batch_inner", noted)
     # Tests have several devices, on which lanes stay in lockstep.

@@ -16,7 +16,6 @@ EVERYWHERE = Thresholds(
     min_branch_work=0,
     window_shares=(3,),
     cores=2,
-    cache=0,
     max_devices=1_000,
     kernel_lanes=0,
 )
@@ -47,8 +46,8 @@ LAST = Lockstep(
     thresholds=EVERYWHERE._replace(min_work_per_launch=inf, min_tail_gain=0, min_operations=0)
 )
 """All lanes run first, and the last ones in a window."""
-MASKED_DERIVATIVES = Runner(thresholds=EVERYWHERE._replace(min_copy_cost=inf, cache=1 << 60))
-"""Branches run for the lanes that take them, and their derivatives for all lanes, masked."""
+MASKED_DERIVATIVES = Runner(thresholds=EVERYWHERE._replace(min_core_work=inf, min_copy_cost=inf))
+"""Branches run for the lanes that take them; derivatives of expensive ones for all, masked."""
 DECIDED = Lockstep(
     thresholds=EVERYWHERE._replace(min_core_work=inf, min_gain_per_operation=0, min_copy_cost=0)
 )

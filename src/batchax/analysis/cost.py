@@ -20,7 +20,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import repeat
 from typing import Any, NewType
 
@@ -507,6 +507,11 @@ class Cost:
     # Operations begun, of any size, except for fused ones, of which each run of a loop's program
     # counts one.
     launches: int = 0
+    contracted: int = 0  # those of the flops that contractions do
+    # What one lane by itself leaves empty of the vector registers that its operations on few
+    # numbers fill: of flops, and of the transcendentals
+    idle: int = 0
+    idle_transcendentals: int = 0
     at_least: bool = False  # there are loops with an unknown number of steps
     at_most: bool = False  # there are branches, and the most expensive one counts
 
@@ -616,6 +621,7 @@ def _of_operation(eqn: Eqn, differs: Sequence[bool] | None) -> Cost:
     if name in FLOPS or (eqn.outvars and name not in MOVES):
         flops, transcendentals = FLOPS.get(name, elementwise)(eqn)
     moved = bytes_moved(eqn, differs)
+    empty = _empty(eqn)
     return Cost(
         round(flops),
         round(transcendentals),
@@ -625,7 +631,20 @@ def _of_operation(eqn: Eqn, differs: Sequence[bool] | None) -> Cost:
         places=places_of(eqn),
         calls=calls_of(eqn),
         launches=int(not (name in PART_OF_OTHERS or is_fused(eqn.primitive))),
+        contracted=round(flops) if name == "dot_general" else 0,
+        idle=round(flops * empty),
+        idle_transcendentals=round(transcendentals * empty),
     )
+
+
+_REGISTER = 8  # numbers that a vector register holds
+
+
+def _empty(eqn: Eqn) -> float:
+    """Returns the empty places of a vector register for each number of one lane."""
+    if not (facts_of(eqn.primitive).elementwise and eqn.outvars):
+        return 0.0
+    return max(0.0, _REGISTER / max(1, size_of(eqn.outvars[0].aval)) - 1)
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:
@@ -663,11 +682,17 @@ class Weights:
     serial: float = 0.3  # flop that waits for the one before
     place: float = 4.0
     call: float = 100.0  # of a library, the shortest one
+    contracted: float = 0.0  # flop of a contraction, besides what `flop` counts
+    idle: float = 0.0
+    idle_transcendental: float = 0.0
 
     def time(self, cost: Cost) -> Nanoseconds:
         computed = self.flop * (cost.flops - cost.serial) + self.serial * cost.serial
         moved = self.byte * (cost.bytes - cost.fused) + self.fused * cost.fused
-        other = self.place * cost.places + self.call * cost.calls
+        other = (
+            self.place * cost.places + self.call * cost.calls + self.contracted * cost.contracted
+        )
+        other += self.idle * cost.idle + self.idle_transcendental * cost.idle_transcendentals
         return Nanoseconds(self.transcendental * cost.transcendentals + computed + moved + other)
 
 
@@ -682,8 +707,13 @@ ROWS = Weights(transcendental=2.0, fused=0.05)
 """Rows, packed or padded. Between operations they are masked, or moved to the other layout, which
 keeps many from being one loop. Arrays are long, and of functions some fill vector registers."""
 
-SCALAR = Weights(transcendental=4.0, fused=0.0, flop=0.06, place=15.0)
-"""A lane by itself, in a loop that is one function: nothing fills vector registers."""
+MASKED = Weights(transcendental=2.5, fused=0.0, flop=0.02, place=2.5)
+"""The share of a lane in a step of a loop that all lanes take."""
+
+ALONE = replace(MASKED, contracted=0.1, idle=0.07, idle_transcendental=1.7, place=5.0)
+"""The same step of one lane by itself, in a loop that is one function. What it does with many
+numbers takes as long. On few it leaves most of a vector register empty, and products are not those
+of a library."""
 
 FINDINGS = Weights(transcendental=0.03, byte=0.1, fused=0.1, flop=0.03)
 """Weights of findings, most expensive first, by the operations and bytes that a listing

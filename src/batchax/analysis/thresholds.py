@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 
 from batchax.analysis.calibrated import CALIBRATED
-from batchax.analysis.cost import GPU_LAUNCH, GPU_SPEED, LAUNCH, Bytes, Lanes, Nanoseconds
+from batchax.analysis.cost import GPU_LAUNCH, GPU_SPEED, LAUNCH, Lanes, Nanoseconds
 
 _FEW_CORES = 2
 _CORES = os.cpu_count() or 1  # to ask takes as long as a few operations to trace
@@ -102,8 +102,6 @@ class Thresholds(NamedTuple):
     """cores that all lanes keep busy: a narrow window runs on one"""
     kernel_lanes: Lanes = Lanes(128)
     """lanes of a tile that is a single kernel, which computes twice as many numbers; 0: no tiles"""
-    cache: Bytes = Bytes(32_000_000)
-    """bytes of all lanes that are read from a cache: to recompute these takes longer"""
     max_devices: int = 1
     """devices that lanes may be spread over"""
     windows: int = 1

@@ -29,10 +29,9 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.analysis.cost import (
-    SCALAR,
+    ALONE,
     STEPS,
     VECTORIZED,
-    Bytes,
     Cost,
     Lanes,
     Nanoseconds,
@@ -43,7 +42,7 @@ from batchax.analysis.one_function import fits_single_kernel
 from batchax.divergence import policy
 from batchax.divergence.costs import BranchCost, launch_time, length, time_begun, time_to_move
 from batchax.divergence.limits import CANNOT_MOVE, NAME, can_move
-from batchax.divergence.policy import Masked, Serial, in_blocks
+from batchax.divergence.policy import Masked, Serial
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import (
     WHOLE,
@@ -83,8 +82,8 @@ class Derivative(NamedTuple):
     run: RunLanes  # for the lanes that take it
     masked: RunLanes  # for all lanes
     # Whether derivatives are for those that take it, or it is decided while the program runs
-    # whether they are, by how many bytes they keep of a lane
-    pays: Callable[[int], bool]
+    # whether they are
+    pays: bool
     work: float  # nanoseconds that the branch takes for a lane
 
 
@@ -119,7 +118,7 @@ def run_differentiable(
         except ValueError:  # there is none, nor a derivative in reverse
             split = None
         saved = [] if split is None else split.residuals
-        pays = strategy.pays(bytes_of(saved))
+        pays = strategy.pays
         if split is None or not pays or time_to_move(saved) * _WORTH > strategy.work:
             of_all = run if pays else strategy.masked
             function = lambda *xs: of_all(program, positions, active, xs)
@@ -275,7 +274,7 @@ class _Part:
         return BranchCost(
             work=self.work,
             copied=VECTORIZED.time(own),
-            alone=SCALAR.time(own + Cost(bytes=2 * bytes_of(moved))),
+            alone=ALONE.time(own + Cost(bytes=2 * bytes_of(moved))),
             beginning=launch_time(self.launches),
             begun=self.begun,
             moving=time_to_move(moved),
@@ -384,18 +383,12 @@ class _Part:
         placed = [(v.val, None) if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
         return [x for x, _ in placed], [a for _, a in placed]
 
-    def _derivative_pays(self) -> Callable[[int], bool]:
-        """Whether derivatives run in blocks, too, by how many bytes they would save of a lane."""
-        plan, cost = self.plan, self.cost
-        if self.axis.divergence.explicit:
-            return lambda kept: True
-        if isinstance(plan, Serial):
-            return lambda kept: False
-        if isinstance(plan, policy.Gathered) and plan.all_from_back is not None:
-            return lambda kept: True
-        thresholds, own = self.axis.divergence.thresholds, bytes_of(self._moved())
-        held = lambda kept: cost._replace(held=Bytes((kept + own) * cost.lanes))
-        return lambda kept: in_blocks(held(kept), thresholds)
+    def _derivative_pays(self) -> bool:
+        """Whether derivatives run in blocks, too."""
+        plan = self.plan
+        in_blocks = isinstance(plan, policy.Gathered) and plan.all_from is None
+        back = isinstance(plan, policy.Gathered) and plan.all_from_back is not None
+        return self.axis.divergence.explicit or in_blocks or back
 
 
 def _masked(

@@ -17,10 +17,11 @@ import jax
 from jax.extend.core.primitives import while_p
 
 from batchax.analysis.cost import (
+    ALONE,
     GPU_LAUNCH,
     GPU_SPEED,
     LAUNCH,
-    SCALAR,
+    MASKED,
     STEPS,
     VECTORIZED,
     Bytes,
@@ -43,6 +44,8 @@ from batchax.rules.in_place import kept_carries
 # Steps that moving a lane costs at most, measured: arithmetic that is fused costs nothing here, and
 # is not free.
 _MOST_TO_MOVE = 16.0
+
+_STEP_ALONE = 1.5  # nanoseconds that a step of one lane by itself takes besides what it computes
 
 _LEAST = Nanoseconds(0.1)  # the time taken for a program that does nothing: it is divided by
 
@@ -109,9 +112,8 @@ class Step:
     overhead: float  # how many lanes have as much work as it takes to begin its operations
     moving: float  # how many steps of a lane cost as much as moving it in and out of a window
     held: Bytes  # bytes of what a lane carries
-    # how many steps of a lane cost as much as copying it together with its neighbors
-    staying: float
-    alone: Nanoseconds  # nanoseconds that a lane takes by itself, in a single kernel
+    masked: Nanoseconds  # nanoseconds that a lane takes among all lanes, masked, next to `alone`
+    alone: Nanoseconds  # nanoseconds that it takes by itself, in a single kernel
 
     @classmethod
     def of(cls, test: ClosedJaxpr | None, body: ClosedJaxpr, differs: Sequence[bool]) -> Step:
@@ -123,11 +125,9 @@ class Step:
         # What is carried is read and written, except for arrays that stay in place, updated or not.
         kept = kept_carries(body, len(body.in_avals) - len(body.out_avals))
         written = bytes_of(a for k, a in enumerate(body.out_avals) if k not in kept)
-        work = max(VECTORIZED.time(cost + Cost(bytes=2 * written)), _LEAST)
+        stepped = cost + Cost(bytes=2 * written)
+        work = max(VECTORIZED.time(stepped), _LEAST)
         moving = time_to_move(itertools.compress(body.in_avals, differs))
-        n_consts = len(body.in_avals) - len(body.out_avals)
-        own = itertools.compress(body.in_avals[:n_consts], differs)
-        copied = Cost(bytes=2 * bytes_of(own) + 4 * held)  # both are read, and back go carries
         return cls(
             length=sum(map(length, [*tests, body.jaxpr])),
             work=work,
@@ -136,9 +136,13 @@ class Step:
             overhead=_device().begin * (cost.launches + 1 + len(tests)) / work,
             moving=min(moving / work, _MOST_TO_MOVE),
             held=held,
-            staying=VECTORIZED.time(copied) / work,
-            alone=SCALAR.time(cost),
+            masked=MASKED.time(stepped),
+            alone=Nanoseconds(ALONE.time(cost) + _STEP_ALONE),
         )
+
+    def masked_by(self, lanes: int) -> Nanoseconds:
+        """What so many lanes take together, masked."""
+        return Nanoseconds(self.masked * lanes + self.work * self.overhead)
 
 
 def time_to_move(arrays: Iterable[Any]) -> Nanoseconds:
@@ -236,9 +240,6 @@ class BranchCost(NamedTuple):
     cannot: str = ""  # why it cannot run for some lanes only; empty if it can
     may_be_serial: bool = False  # whether it may run sequentially, as a single kernel
     is_unknown: bool = False  # whether it holds a loop of unknown length, or has a host callback
-    # Bytes that its derivative would keep if all lanes ran at once, with what the branch reads by
-    # itself; 0 where no derivative is taken
-    held: Bytes = Bytes(0)
     steps: int = 0  # in how many steps of loops it runs, about; 0 outside of loops
     share: float = 0.5  # of the lanes, which take it if each branch is taken equally often
 

@@ -198,8 +198,8 @@ class DivergentLoop:
         given = *given, active, [slots[k] for k in changed]
         if isinstance(plan, FewAlone):
             own, _, *state = given
-            left = until_few_are_left(plan, step, own, *state)
-            return self._sequentially(consts, with_values(slots, changed, left))
+            active, left = until_few_are_left(plan, step, own, *state)
+            return self._sequentially(consts, with_values(slots, changed, left), active)
         if isinstance(plan, Tiles):
             ended, tallies = run_in_tiles(plan, step, *given), []
         else:
@@ -213,10 +213,13 @@ class DivergentLoop:
         types = self.body.out_avals
         return [as_weak_as(t, x) for t, x in zip(types, outs[: len(types)], strict=True)]
 
-    def _sequentially(self, consts: Values, carry: Values) -> list[Any]:
-        """As `run`, in a single kernel: each lane takes all its steps, as one example does.
+    def _sequentially(
+        self, consts: Values, carry: Values, active: jax.Array | None = None
+    ) -> list[Any]:
+        """As `run`, in a single kernel: each active lane takes all its steps, as one example does.
 
-        Lanes wait for no other lane, and none is moved. A lane that is done takes no step.
+        Lanes wait for no other lane, and none is moved. A lane that is done takes no step, and if
+        it is known beforehand, it is not even looked at.
         """
         test, body = lower_for_kernel(self.test), lower_for_kernel(self.body)
         params = dict(cond_nconsts=self.n_test, cond_jaxpr=test, body_jaxpr=body)
@@ -228,15 +231,24 @@ class DivergentLoop:
             def lane(i: jax.Array, state: Values) -> list[Any]:
                 both = zip(operands, self.positions, strict=False)
                 own = [x if a is None else entry_of(x, i, a) for x, a in both]
-                every = with_values(list(operands[n:]), changed, state)
+                every = with_values(list(operands[n : n + len(carry)]), changed, state)
                 last = while_p.bind(*own, *(entry_of(x, i, 0) for x in every), **params)
                 return [put_entry(x, last[k], i) for x, k in zip(state, changed, strict=True)]
 
-            once = lambda state: (lax.add(state[0], np.int32(1)), lane(*state))
+            def first_from(i: jax.Array) -> jax.Array:
+                if active is None:
+                    return i
+                done = lambda i: lax.bitwise_not(entry_of(operands[-1], i, 0))
+                passed = lambda i: lax.bitwise_and(lax.lt(i, end), done(i))
+                return while_loop(passed, lambda i: lax.add(i, np.int32(1)), i)
+
+            once = lambda state: (first_from(lax.add(state[0], np.int32(1))), lane(*state))
             start = alike((np.int32(0), [operands[n + k] for k in changed]), operands)
+            start = first_from(start[0]), start[1]
             return while_loop(lambda state: lax.lt(state[0], end), once, start)[1]
 
         operands = [np.int32(self.axis.size), *consts, *carry]
+        operands += [] if active is None else [active]
         operands = _compat.varying_alike(operands, like=operands)
         types = [jax.typeof(operands[1 + n + k]) for k in changed]
         ended = _compat.single_kernel(run, types, operands)

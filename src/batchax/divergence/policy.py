@@ -7,6 +7,9 @@ lists the decisions, and where each is run.
 How many steps lanes take is not known before a loop runs. So what is chosen by default must cost
 next to nothing where all take as many, in time and in compiling:
 
+- Where a lane by itself, in a single kernel, takes little more than its share of a step that all
+  take, masked, each runs by itself. Where that is so of some only, all run first, and then those
+  that are left, one after another. None waits for another, and none is moved.
 - Where a step is expensive, lanes are in a window from the first step on: the body is compiled
   once, and a window is as wide as keeps a device as busy as all lanes do.
 - Where a step is many operations, which take as long for a window as for many lanes, all lanes run
@@ -44,7 +47,7 @@ from batchax.divergence.costs import (
     price_of_moving,
     time_to_move,
 )
-from batchax.divergence.nest import Inner, Nest, price_inside
+from batchax.divergence.nest import Nest, price_inside
 from batchax.jaxprs.types import ClosedJaxpr
 from batchax.linalg.pays import runs
 from batchax.rules.linalg import least_lanes
@@ -258,13 +261,10 @@ def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
     few = _few_serial(t, loop, step)
     if few >= size:
         return Alone()
-    if few and few >= size // _FEW and different(loop.body.jaxpr) >= t.min_operations:
+    if few and few >= size // _FEW and _is_much(t, loop, step):
         return FewAlone(few, _PAUSE)
     if step.moving <= t.max_move_steps:
         width = _from_the_start(t, size, step, alike)
-        if width < size and loop.bounded:
-            widths = (size, width)
-            return Window(widths, step.moving, _most_left(widths, step.overhead))
         if width < size:
             return Window((width,), step.moving)
         widths, why = _of_the_last(t, loop, step, request, alike)
@@ -365,11 +365,15 @@ def _most_left(widths: Sequence[int], overhead: float) -> int:
 
 
 def _few_serial(t: Thresholds, loop: Loop, step: Step) -> int:
-    """Of how many lanes each by itself, in a single kernel, takes less than a step of all, masked.
+    """Of how many lanes each by itself, in a single kernel, takes less than all do, masked."""
+    divided = step.work * loop.lanes > t.max_work_on_a_core
+    return int((_SERIAL_OF_CORES if divided else _SERIAL) * _alone_as_fast(t, loop, step))
 
-    They wait for no other lane.
-    """
-    return int(_SERIAL * _alone_as_fast(t, loop, step))
+
+def _is_much(t: Thresholds, loop: Loop, step: Step) -> bool:
+    """Whether a step of all lanes is much work, next to counting them and to a second kernel."""
+    many = different(loop.body.jaxpr) >= t.min_operations
+    return many or step.masked_by(loop.lanes) >= t.min_work
 
 
 def _alone_as_fast(t: Thresholds, loop: Loop, step: Step) -> float:
@@ -383,8 +387,7 @@ def _alone_as_fast(t: Thresholds, loop: Loop, step: Step) -> float:
     tiled = loop.lanes >= t.kernel_lanes and all(map(fits_lowered_kernel, programs))
     if tiled or not all(map(fits_serial_kernel, programs)):
         return 0
-    masked = step.work * (loop.lanes + step.overhead)
-    return masked / (t.serial_slowdown * step.alone)
+    return step.masked_by(loop.lanes) / (t.serial_slowdown * step.alone)
 
 
 def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
@@ -393,8 +396,6 @@ def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
     if size < t.kernel_lanes or not _fits_kernel(t, Nanoseconds(step.work * size), loop.jaxprs):
         return size
     numbers = largest(loop.jaxprs)
-    if step.staying > t.max_move_steps and numbers > 1:
-        return size
     return min(_that_fill_a_core(t, numbers), max(1, size // 2))
 
 
@@ -440,17 +441,15 @@ def _tail_of_bounded(tail: BoundedTail, t: Thresholds, request: Request) -> Wind
 
 def _nest(nested: NestedLoop, t: Thresholds, request: Request) -> NestDecision:
     size, nest, length = nested.whole.lanes, nested.nest, nested.length
-    alone = _alone_as_fast(t, nested.whole, nested.whole.step)
-    if _SERIAL * alone >= size:
+    step = nested.whole.step
+    alone = _alone_as_fast(t, nested.whole, step)
+    if _few_serial(t, nested.whole, step) >= size:
         return Alone()
     price = price_inside(nest)
     long = length is not None and length > _MANY
     width = request.option.width or (size if long else _width_of_nest(t, size, nest))
     flat = _flattened(min(width, request.most(size)), nest, request)
     width = flat.window.widths[0]
-    long = price.lane * size >= t.min_work
-    if width == size and long and all(_is_tiled_in_a_kernel(t, size, x) for x in nest.loops):
-        return Masked(_IN_TILES)
     if alone * _MAX_SLOWDOWN >= size and (length is None or length > 2 * PROBED):
         return Probed(size / alone)
     if price.of(size) < t.min_work_inside:
@@ -458,9 +457,8 @@ def _nest(nested: NestedLoop, t: Thresholds, request: Request) -> NestDecision:
     around = price.lane * (length or _STEPS_AROUND)
     moving = time_to_move([*nest.own, *nest.slots])
     if width < size and moving > t.max_move_steps_nested * around:
-        if (
-            moving > _TAIL * t.max_move_steps_nested * around
-        ):  # a window saves half, and compiles long
+        if moving > _TAIL * t.max_move_steps_nested * around:
+            # a window saves half, and compiles long
             window = replace(flat.window, widths=(size,))
         else:  # all lanes run first, and the step is compiled once more for the last of them
             last = max(width, size // _LEFT)
@@ -481,18 +479,6 @@ def _width_of_nest(t: Thresholds, size: int, nest: Nest) -> int:
         while width * price.lane < t.min_window_work and width < size:
             width *= 2
     return width if width * _WINDOWS_OF_NESTS <= size else size
-
-
-def _is_tiled_in_a_kernel(t: Thresholds, size: int, inner: Inner) -> bool:
-    """Whether tiles take a loop inside in a single kernel, on one core.
-
-    Of so many lanes, these wait at each step of the loop around it for the work of others, of
-    which little is in vain. Once lanes advance independently, all do each step, most in vain.
-    """
-    test, body = (inner.eqn.params[name] for name in _WHILE)
-    differs = (*inner.differs, *[True] * len(body.out_avals))
-    chosen = _loop(Loop(size, test, body, differs), t, Request())
-    return isinstance(chosen, Tiles)
 
 
 def _branch(cost: BranchCost, t: Thresholds, request: Request) -> Gathered | Serial | Masked:
@@ -524,13 +510,9 @@ def in_blocks(cost: BranchCost, t: Thresholds) -> bool:
 
 
 def _as_fast_in_blocks(cost: BranchCost, t: Thresholds) -> bool:
-    if not cost.held and cost.others >= cost.begun and not _why_not(cost, t):
+    if cost.others >= cost.begun and not _why_not(cost, t):
         return True  # all lanes that take it save the others
     if cost.work < t.min_gain_of_all * cost.moving or cost.begun < t.min_unfused_share * cost.work:
-        return False
-    if cost.copied >= t.min_copy_cost * cost.apart:  # even if all lanes take it
-        return cost.every >= t.min_window_work
-    if 0 < cost.held < t.cache:  # to recompute it takes longer than to read it
         return False
     return cost.work * cost.chunk >= t.min_window_work
 
@@ -593,7 +575,6 @@ def _too_short(every: Nanoseconds, limit: Nanoseconds) -> str:
 _WHILE = "cond_jaxpr", "body_jaxpr"
 
 CHEAP = "a step costs too little, or lanes are too few, for a window"
-_IN_TILES = "neighbors take the loops inside sequentially, and wait for few others at each step"
 _CHEAP_INSIDE = "a step of the loops inside costs less than to enter and leave them one by one"
 _LIBRARY = "fewer lanes would run its operations one after another, by a library"
 # The benchmark `divergence` times loops with windows of these widths.
@@ -610,9 +591,9 @@ _MOST_STEPS_INSIDE = 8
 # are; and how long lanes may take one after another if counts are equal, over a step of all. They
 # do so only once that has been seen to take less, by this factor. Programs: NUTS.
 PROBED, _MAX_SLOWDOWN, PROBED_GAIN = 4, 2.5, 0.8
-# What lanes may take one after another by the model, over what all take, masked. Programs: van der
-# Pol; search: bisection.
-_SERIAL = 0.5
+# What lanes may take one after another by the model, over what all take, masked: on one core, and
+# where cores divide the step. Programs: van der Pol, Adam; search: bisection, 32 sines.
+_SERIAL, _SERIAL_OF_CORES = 0.85, 0.5
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 _NARROW = 32  # windows of fused steps that all lanes fill on few cores, if one keeps a core busy
 _FILL = 0.75  # of what it takes to begin its operations, as much work as a block of the last has

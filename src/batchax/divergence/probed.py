@@ -18,8 +18,8 @@ from jax import lax
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
-from batchax.analysis.cost import cost_of_program
-from batchax.divergence.costs import SCALAR, may_wait
+from batchax.analysis.cost import ALONE, cost_of_program
+from batchax.divergence.costs import may_wait
 from batchax.divergence.policy import PROBED, PROBED_GAIN
 from batchax.divergence.varying import alike
 from batchax.divergence.windows import anyone
@@ -79,7 +79,7 @@ def masked_until_unequal(
 
 def _price(body: ClosedJaxpr) -> np.float32:
     """Nanoseconds that a lane alone takes for a step, without the loops inside."""
-    return np.float32(SCALAR.time(cost_of_program(body, steps=0)))
+    return np.float32(ALONE.time(cost_of_program(body, steps=0)))
 
 
 def _counting(axis: Axis, body: ClosedJaxpr) -> ClosedJaxpr:

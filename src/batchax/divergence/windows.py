@@ -374,12 +374,12 @@ def run_in_windows(
 def until_few_are_left(
     plan: FewAlone, step: LaneStep, consts: Values, active: Value, carry: Values
 ) -> Tree:
-    """What all lanes carry, masked, when no more than a few of them are active."""
+    """Which lanes are active, and what all carry, masked, when no more than a few are."""
     once = lambda state: step(active.shape[0], consts, *state)
     state = alike((active, carry, ()), [active, *carry, *consts])
     together = Together(active.shape[0], plan.leave_at, None, plan.pause)
-    ((_, carry, _), _) = together.run(anyone(active), once, state)
-    return carry
+    ((active, carry, _), _) = together.run(anyone(active), once, state)
+    return active, carry
 
 
 def until_all_are_done(step: LaneStep, width: int, consts: Values, state: Tree) -> Tree:
