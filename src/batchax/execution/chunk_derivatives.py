@@ -216,6 +216,8 @@ def jvp(primals: Values, tangents: Values, *, loop: ChunkLoop, program: ClosedJa
         return outs, [dots[k] if k in dependent else zero for k, zero in enumerate(zeros)]
     if not dependent:
         return chunk_loop_p.bind(*primals, loop=loop, program=program), zeros
+    if not is_loss(loop, dependent, types, [primals[i] for i in moving]):
+        _reject_effects(program)
     tangent_loop = _tangent_loop(loop, program, moving, dependent)
     # A rounded operand is used, and its tangent is not. It gets no cotangent: what made it, such as
     # a loop of unknown length, may have no reverse mode.
