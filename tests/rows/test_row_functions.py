@@ -535,6 +535,33 @@ def test_what_no_padding_makes_exact_is_refused(name):
         jax.jit(bx.vmap(REFUSED[name], layout="padded"))(ragged(3))
 
 
+# Of rows of three numbers, and a matrix with few terms for each result, which are added one by one.
+THIN = {
+    "points": lambda x, w: jnp.tanh(jnp.tanh(x @ w[:, :3]) @ w[:, 2:5]),
+    "a vector": lambda x, w: jnp.sin(x @ w[:, 1]),
+    "the matrix first": lambda x, w: (w[:, :2].T @ x.T).T,
+    "more results than terms": lambda x, w: jnp.sin(x @ w).max(0),
+    "two dimensions of results": lambda x, w: jnp.einsum("ni,iab->anb", x, w[:, :4, None] * 2),
+}
+
+
+def test_products_with_small_matrices_are_sums_of_terms():
+    x, w = ragged(3), jnp.asarray(np.random.default_rng(2).normal(size=(3, 7)), float)
+    check_rows_of_all(THIN, x, w, in_axes=(0, None))
+    batched = bx.vmap(lambda x, w: [f(x, w) for f in THIN.values()], (0, None), layout="packed")
+    assert "dot_general" not in str(jax.make_jaxpr(batched)(x, w))
+
+
+def test_what_moves_along_rows_alone_gets_no_nan_from_the_matrix():
+    """The matrix has no tangent: zero times the infinity of an element would be NaN."""
+    x = bx.Ragged(jnp.array([[1.0, jnp.inf, 2.0], [1.0, 2.0, 3.0]]), np.array([1, 1]))
+    total = lambda data: bx.vmap(lambda x: x @ jnp.eye(3)[:, :1], layout="packed")(
+        x.with_data(data)
+    )
+    _, dots = jax.jvp(lambda data: total(data).data, (x.data,), (jnp.ones((2, 3)),))
+    np.testing.assert_array_equal(dots, 1)
+
+
 PARTS_OF_TABLES = {
     "from the start": lambda p, x: p[: x.shape[0]],
     "less one": lambda p, x: p[1 : x.shape[0]],

@@ -21,6 +21,7 @@ from batchax.kernel.registry import reduced_dims
 from batchax.rows.padded import Operation, Results, Row, padded_rule
 from batchax.rows.padded_rules.positions import is_static, pad_end, padded
 from batchax.rows.sizes import Dim, Shape, is_symbolic
+from batchax.rows.thin_products import small_operand, thin_product
 from batchax.rules.elementwise import UNARY
 from batchax.rules.masking import is_inexact
 
@@ -103,7 +104,10 @@ def _dot_general(op: Operation, *rows: Row, **params: Any) -> Value:
     # Zeros not only where it is contracted: the derivative with respect to one operand is
     # contracted over the free axes of the other, where zero times NaN would be NaN. Groups beyond
     # the row have no elements.
-    return op.cut(op.bind(*(op.filled(x, 0) for x in rows)), op.out_shape)
+    operands, small = [op.filled(x, 0) for x in rows], small_operand(op.eqn)
+    if small is None:
+        return op.cut(op.bind(*operands), op.out_shape)
+    return op.cut(thin_product(operands, small, params["dimension_numbers"]), op.out_shape)
 
 
 @padded_rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
