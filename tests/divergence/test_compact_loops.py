@@ -120,6 +120,29 @@ def test_loops_of_equinox(kind):
         oracle.same(jax.jit(total(bx.vmap))(POINTS), jax.jit(total(jax.vmap))(POINTS))
 
 
+@pytest.mark.parametrize("kind", ["lax", "checkpointed"])
+def test_loops_of_equinox_that_are_masked_are_batched_once(kind):
+    ran = []
+
+    @bx.custom_vmap
+    def twice(x):
+        return 2 * x
+
+    @twice.def_vmap
+    def _(axis_size, in_batched, x):
+        ran.append(in_batched)
+        return 2 * x, True
+
+    def f(n, x):
+        step = lambda c: (c[0] + 1, twice(c[1]))
+        options = {"max_steps": 100, "kind": kind}
+        return eqxi.while_loop(lambda c: c[0] < n, step, (jnp.int32(0), x), **options)
+
+    jax.make_jaxpr(bx.vmap(f))(COUNTS, POINTS)
+    # To find which carries are batched, and once they are found: not again for the masked loop.
+    assert len(ran) == 2
+
+
 def before_and_after(n, x):
     n, x = n + (x.sum() > 0), jnp.sin(x)
     n, x = power(n, x)

@@ -46,6 +46,10 @@ def test_arguments_that_share_a_size():
     for run in runs.values():
         for mine, theirs in zip(run().rows(), expected, strict=True):
             same(mine, theirs)
+    # Where rows of one size are is found once, also if their lengths are two arrays.
+    padded = lambda x, y: jnp.linalg.lstsq(x @ WEIGHTS, y[:, 0])[0]
+    program = jax.make_jaxpr(bx.vmap(padded, in_axes=(named, named)))(X, y)
+    assert str(program).count("row_places[") == 1
 
 
 def test_callbacks_are_called_in_order():

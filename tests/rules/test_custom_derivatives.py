@@ -260,6 +260,22 @@ def test_rules_that_call_their_function_run_once(kind, mixing):
         assert runs <= 2
 
 
+def test_a_reverse_rule_in_a_loop_is_traced_once():
+    # Where the loop finds which of its carry is batched, its body is batched several times.
+    f, log = counted("vjp", mixing=True)
+
+    def loop(a, b):
+        step = lambda carry, _: ((f(a, carry[1])[0], carry[0] + b), None)
+        return lax.scan(step, (0.0, 0.0), None, 3)[0]
+
+    a, b = jnp.asarray(1.5, float), jnp.arange(3.0)
+    jax.make_jaxpr(bx.vmap(loop, (None, 0)))(a, b)
+    assert log == ["fwd", "bwd"]
+    total = lambda vmap: lambda a: vmap(loop, (None, 0))(a, b)[0].sum()
+    one_by_one = lambda a: sum(loop(a, each)[0] for each in b)
+    same(*at_once(jax.grad(total(bx.vmap)), jax.grad(one_by_one))(a))
+
+
 def test_an_error_of_a_rule_is_told_when_it_is_needed():
     @jax.custom_vjp
     def f(x, w):

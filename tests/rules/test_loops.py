@@ -196,3 +196,32 @@ def test_eager_calls_compile_once(f, caplog):
         for _ in range(3):
             bx.vmap(f)(x)
     assert [r.message for r in caplog.records if "ompil" in r.message] == []
+
+
+@pytest.mark.parametrize("loop", ["scan", "while"])
+@pytest.mark.parametrize("kind", ["rule", "collective", "sort"])
+def test_a_carry_that_lanes_share_stays_shared(kind, loop):
+    @bx.custom_vmap
+    def ruled(x):
+        return x
+
+    @ruled.def_vmap
+    def _(axis_size, in_batched, x):
+        return x.sum(0), False
+
+    sorts = lambda x: lax.sort([jnp.arange(2.0), jnp.stack([x, -x])], num_keys=1)[0][1]
+    shared = {"rule": ruled, "collective": lambda x: lax.psum(x, "lanes"), "sort": sorts}[kind]
+
+    def f(x):
+        step = lambda carry: (carry[0] + 1, carry[1] + shared(x), carry[2] + x)
+        start = jnp.int32(0), jnp.asarray(0.0, x.dtype), jnp.asarray(0.0, x.dtype)
+        if loop == "scan":
+            return lax.scan(lambda c, _: (step(c), None), start, None, 3)[0]
+        return lax.while_loop(lambda c: c[1] < 9, step, start)
+
+    x = jnp.arange(3.0)
+    count, total, own = bx.vmap(f, axis_name="lanes", out_axes=(None, None, 0))(x)
+    steps = 3 if loop == "scan" or kind != "sort" else 9
+    same(count, jnp.int32(steps))
+    same(total, jnp.asarray(steps * (1.0 if kind == "sort" else 3.0)))
+    same(own, steps * x)

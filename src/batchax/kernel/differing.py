@@ -145,6 +145,8 @@ def differs_of(env: dict[Any, bool], atoms: Sequence[Any]) -> Differs:
 
 def differing_in(eqn: Eqn, operands: Differs) -> Differing:
     """Computes which results of an equation differ. By default all do if an operand does."""
+    if eqn.primitive.name == "sort" and not any(operands[: eqn.params["num_keys"]]):
+        return Differing(operands, False)  # the order is shared
     operations = expand_bounded_loop(eqn)
     if operations is not None:
         return differing(operations.jaxpr, operands)
@@ -228,13 +230,18 @@ def predicate_is_batched(
     carry_at: Positions,
 ) -> bool:
     """Returns whether lanes end a ``while`` at different steps; False where that is not known."""
-    # A rule of a user, or a collective, may make a shared value from batched ones.
-    if any(map(has_other_rule.in_program, (test, body))) or any_uses_axis(axis, test, body):
+    if not differences_are_exact(axis, test, body):
         return False
     given = tuple(a is not None for a in (*body_at, *carry_at))
     carry = differing_in_steps(body.jaxpr, len(body_at), len(carry_at), given).results
     tested = [*(a is not None for a in test_at), *carry]
     return differing(test.jaxpr, tested).results[0]
+
+
+def differences_are_exact(axis: Axis, *programs: ClosedJaxpr) -> bool:
+    """Returns whether what differs between lanes is what depends on the batch."""
+    # A rule of a user, or a collective, may make a shared value from batched ones.
+    return not (any(map(has_other_rule.in_program, programs)) or any_uses_axis(axis, *programs))
 
 
 def _has_other_rule(eqn: Eqn) -> bool:

@@ -103,10 +103,10 @@ def batch_inner(
     return remembered(body, (key, out_axes), build)
 
 
-def remembered(body: ClosedJaxpr, key: Hashable, build: Callable[[], T]) -> T:
-    """Caches what `build` returns for each `key` while `body` lives."""
+def remembered(owner: object, key: Hashable, build: Callable[[], T]) -> T:
+    """Caches what `build` returns for each `key` while `owner`, such as a jaxpr, lives."""
     built, context = _memory()
-    return built.get((key, context), build, owner=body)
+    return built.get((key, context), build, owner)
 
 
 def inline_jaxpr(program: ClosedJaxpr, operands: Values) -> list[Any]:

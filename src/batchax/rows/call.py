@@ -277,7 +277,8 @@ SizesOf = tuple[RowSize, ...]
 def index_in(batch: Ragged, sizes: SizesOf) -> RowIndex:
     if len(sizes) == 1:
         (size,) = sizes
-        if batch.lengths is size.lengths and capacity_of(batch) == size.capacity:
+        # Arguments that share a size have the same lengths, which then need not be one array.
+        if capacity_of(batch) == size.capacity:
             return size.index
     return RowIndex.of_axes(batch.each_length, capacity_of(batch), [s.bound for s in sizes])
 

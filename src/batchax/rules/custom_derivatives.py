@@ -29,7 +29,13 @@ from batchax.kernel.captured import (
     may_be_differentiated,
     program_behind,
 )
-from batchax.kernel.inner import batched_aval, emitted, example_aval, stage_described
+from batchax.kernel.inner import (
+    batched_aval,
+    emitted,
+    example_aval,
+    remembered,
+    stage_described,
+)
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import (
     Varying,
@@ -225,6 +231,7 @@ class Residuals:
     # The constant that each is for any arguments, else None. A reverse rule may use it in Python:
     # for example, which arguments are differentiated.
     known: Sequence[Any]
+    perturbed: Sequence[bool]  # the inputs that were differentiated
 
     def computed(self, residuals: Iterable[Value]) -> list[Any]:
         """Selects the residuals that are not known constants."""
@@ -235,11 +242,20 @@ class ReverseRule:
     """Runs the reverse rule of a ``custom_vjp`` function for all lanes."""
 
     def __init__(
-        self, axis: Axis, bwd: Any, captured: Captured, in_axes: Positions, types: Sequence[Aval]
+        self,
+        axis: Axis,
+        bwd: Any,
+        captured: Captured,
+        in_axes: Positions,
+        types: Sequence[Aval],
+        owner: object,
     ) -> None:
         self.axis, self.bwd, self.captured, self.in_axes = axis, bwd, captured, in_axes
         self.types = types  # of the inputs
-        # Not in a cache: the rule may close over values of a trace. It lives as long as this call.
+        # The rule for one example is traced once for its `owner`, as a loop batches what is in it
+        # several times. None: the rule closes over values of a trace. Then it is kept here, as long
+        # as this call.
+        self.owner = owner
         self._staged: dict[Any, Any] = {}
 
     def __call__(
@@ -300,10 +316,11 @@ class ReverseRule:
         Returns it, for inputs and outputs that are not symbolic zeros, the zeros among its
         cotangents, the structure of its logs, and whether it has any.
         """
+        axis = self.axis
 
         def example(aval: Aval, a: Position, over: frozenset[Hashable]) -> Aval:
             # Residuals and cotangents must have the mesh types that the forward run was traced for.
-            aval = _compat.with_varying_axes(example_aval(self.axis, aval, a), over)
+            aval = _compat.with_varying_axes(example_aval(axis, aval, a), over)
             return as_without_mesh([aval])[0]
 
         inputs = [
@@ -311,10 +328,15 @@ class ReverseRule:
             for t, a, over in zip(types, [*kept.axes, *ct_axes], kept.varying, strict=True)
         ]
         numbers = [*kept.known, *[None] * len(ct_axes)]
-        typed = [(type(x), x) for x in numbers]  # True is 1, and not the same
+        # True is 1, and not the same, and 0.0 is -0.0.
+        typed = [(type(x), None if x is None else np.asarray(x).tobytes()) for x in numbers]
         key = (*((x.aval, True) if _is_zero(x) else (x, False) for x in inputs), *typed)
+        build = lambda: self._stage_for(inputs, numbers)
+        if self.owner is not None and not inside_rule():
+            place = axis.name, axis.size, axis.mesh_axis, tuple(kept.perturbed)
+            return remembered(self.owner, ("reverse rule", *place, *key), build)
         if key not in self._staged:
-            self._staged[key] = self._stage_for(inputs, numbers)
+            self._staged[key] = build()
         return self._staged[key]
 
     def _stage_for(self, inputs: Sequence[Any], numbers: Sequence[Any]) -> Any:
@@ -465,12 +487,15 @@ def _custom_vjp(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> 
     n_out = len(body.out_avals)
     types = [jax.typeof(x) for x in args]
     outputs = CallOutputs("vjp", axis, body, axes)
-    program = program_behind(trace_forward, params["bwd"])
+    rules = trace_forward, params["bwd"]
+    bound_to_trace = closes_over_tracers(rules)
+    program = program_behind(*rules) if bound_to_trace else None
     captured = Captured(_compat.name_and_place(body.jaxpr), program)
-    reverse = ReverseRule(axis, bwd, captured, axes, types)
+    owner = None if bound_to_trace else out_trees  # JAX has one for each pair of rules
+    reverse = ReverseRule(axis, bwd, captured, axes, types, owner)
     # What the latest forward run said of its residuals. JAX calls `forward` and, later, `backward`,
     # and hands on arrays alone from the one to the other: what describes them has to wait here.
-    kept = Residuals((), (), ())
+    kept = Residuals((), (), (), ())
     description = _compat.ResidualsDescription(out_trees)
 
     def run_forward(
@@ -491,7 +516,7 @@ def _custom_vjp(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> 
         types = [*(v.aval for _, v in residuals), *body.out_avals]
         at = [a for a, _ in residuals]
         numbers = [known_number(v) for _, v in residuals]
-        return outs, out_axes, Residuals(at, types_varying(types), numbers)
+        return outs, out_axes, Residuals(at, types_varying(types), numbers, perturbed)
 
     def call(*xs: Value) -> list[Any]:
         outs, out_axes = interpret(axis, body.jaxpr, body.consts, xs, axes)

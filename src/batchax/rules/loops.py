@@ -28,7 +28,12 @@ from batchax.kernel.axis import (
     match_axis,
     move_axis,
 )
-from batchax.kernel.differing import asked_of_each_lane, differing_in_steps, predicate_is_batched
+from batchax.kernel.differing import (
+    asked_of_each_lane,
+    differences_are_exact,
+    differing_in_steps,
+    predicate_is_batched,
+)
 from batchax.kernel.inner import (
     ANYWHERE,
     ZERO_IF_MAPPED,
@@ -44,7 +49,14 @@ from batchax.linalg.pays import LOOP_STEPS
 from batchax.rules.callbacks import is_seen, with_active
 from batchax.rules.contraction import takes_less_as_rows
 from batchax.rules.in_place import masked_in_place, updates_in_place
-from batchax.rules.masking import MaskPlan, hazards, plan_masking, run_masked, select_lanes
+from batchax.rules.masking import (
+    MaskPlan,
+    hazards,
+    is_inexact,
+    plan_masking,
+    run_masked,
+    select_lanes,
+)
 
 Item = TypeVar("Item")
 DivergentFlow = TypeVar("DivergentFlow", WhileLoop, BoundedLoop, Branches)
@@ -177,11 +189,15 @@ def _settle_axes(
 
     n, carry_at, free = len(carry_at), list(map(allowed, carry_at)), ANYWHERE
     outs = len(body.out_avals)
-    if axis.divergence is not None:
-        # Mostly it is known which carries become batched, and each stays where it is.
+    known = carry_at
+    # Mostly it is known which carries become batched, and each stays where it is. A shared integer
+    # is mostly the counter of a loop, and stays shared.
+    new = [t for t, a in zip(body.out_avals, carry_at, strict=False) if a is None]
+    if any(axis.divergence or is_inexact(t) for t in new) and differences_are_exact(axis, body):
         given = tuple(a is not None for a in (*consts_at, *carry_at, *xs_at))
         differs = differing_in_steps(body.jaxpr, len(consts_at), n, given).results[:n]
         known = [lowest if a is None and d else a for a, d in zip(carry_at, differs, strict=True)]
+    if axis.divergence is not None:
         batched, out = batch(axis, known, [free] * outs)
         if list(out[:n]) == known and not (
             axis.columns and not lowest and takes_less_as_rows(batched, axis.size)
@@ -189,7 +205,11 @@ def _settle_axes(
             return batched, known, list(out[n:])
     # Programs of lanes that diverge are long: they are made once the axes are found.
     together = axis if axis.divergence is None else replace(axis, divergence=None)
-    made = batch(together, carry_at, [free] * outs)
+    made = batch(together, known, [free] * outs)
+    if all((a is None) == (b is None) for a, b in zip(known, made[1], strict=False)):
+        carry_at = known
+    elif known != carry_at:
+        made = batch(together, carry_at, [free] * outs)
     if axis.columns and not lowest and takes_less_as_rows(made[0], axis.size):
         axis, together = (replace(a, columns=False) for a in (axis, together))
         free, carry_at = ZERO_IF_MAPPED, [None if a is None else 0 for a in carry_at]
@@ -434,7 +454,7 @@ def _while(
     body_nconsts: int,
     body_jaxpr: ClosedJaxpr,
 ) -> PlacedOutputs:
-    asked_of_all = cond_jaxpr
+    asked_of_all, around = cond_jaxpr, axis
     counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
     params = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr, **counts}
     axis = _inside(axis_for(axis, AnyLoop(while_p, params, args, axes)), LOOP_STEPS)
@@ -472,7 +492,7 @@ def _while(
             def masked(axis: Axis, loop: WhileLoop) -> PlacedOutputs:
                 # A loop that asks about all lanes masks its own, with less than it takes here.
                 whole = {**params, "cond_jaxpr": asked_of_all}
-                return _while(replace(axis, divergence=None), args, axes, **whole)
+                return _while(replace(around, divergence=None), args, axes, **whole)
 
         given, at = [*test_consts, *body_consts, *carry], [*test_at, *body_at, *front]
         return run_divergent(axis, while_p, given, at, params, loop, masked)
