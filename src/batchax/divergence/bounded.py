@@ -240,7 +240,7 @@ class TailCompaction:
                 )
                 at = form.split(bare.axes)
                 shifted = [
-                    _moved(x, -start, s + (a is not None))
+                    jnp.roll(x, -start, s + (a is not None))
                     for x, s, a in zip(args.xs, form.x_axes, at.xs, strict=True)
                 ]
                 block_loop = replace(bare, args=args._replace(xs=shifted).flat)
@@ -248,7 +248,7 @@ class TailCompaction:
                 outs = [match_axis(block, x, a, 0) for x, a in zip(outs, outs_at, strict=True)]
                 n = form.n_back if isinstance(form, SweepSignature) else form.n_carry
                 ys = [
-                    y if s is None else _moved(y, start, s + 1)
+                    y if s is None else jnp.roll(y, start, s + 1)
                     for y, s in zip(outs[n:], form.y_axes, strict=False)
                 ]
                 return [*outs[:n], *ys, *outs[n + len(ys) :]]
@@ -282,11 +282,6 @@ def _with_count(loop: BoundedLoop, count: Value) -> BoundedLoop:
     given, at = loop.form.split(loop.args), loop.form.split(loop.axes)
     args, axes = given._replace(count=count), at._replace(count=0)
     return replace(loop, args=args.flat, axes=axes.flat)
-
-
-def _moved(x: Value, by: Value, axis: int) -> Value:
-    """`x` with entry 0 at entry `by`, and so on; what leaves at one end comes in at the other."""
-    return jnp.roll(x, by, axis)
 
 
 @dataclass(frozen=True)

@@ -404,8 +404,8 @@ def check_untraced(purpose: str, arguments: Tree) -> None:
         raise ArgumentTypeError(f"{purpose}, and an argument is traced. Call it outside of jit.")
 
 
-def check_axis_size(axis_size: object, required: bool = False, terms: Terms = LANES) -> None:
-    if not (_is_size(axis_size) or (axis_size is None and not required)):
+def check_axis_size(axis_size: object, terms: Terms = LANES) -> None:
+    if not (axis_size is None or _is_size(axis_size)):
         raise ArgumentTypeError(f"{terms.size} must be a non-negative int, got {show(axis_size)}.")
 
 

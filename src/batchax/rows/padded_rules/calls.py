@@ -490,10 +490,7 @@ def _custom_jvp(
         return outs
     call, values = SizedCall.of(op, rows)
     op = call.op
-
-    @jax.custom_jvp
-    def function(*values: Value) -> list[Any]:
-        return call.run(body, *values)
+    function: Any = jax.custom_jvp(functools.partial(call.run, body))
 
     def rule(values: Values, tangents: Values) -> tuple[list[Value], list[Value]]:
         inner, rows = call.opened(values)
@@ -529,10 +526,7 @@ def _described_by_object(op: Operation, *rows: Row, _prim: object) -> list[Value
     if not any(map(is_inexact, body.out_avals)):
         return run_padded(op.sizes, body.jaxpr, body.consts, rows)
     call, values = SizedCall.of(op, rows)
-
-    @jax.custom_jvp
-    def function(*values: Value) -> list[Any]:
-        return call.run(body, *values)
+    function: Any = jax.custom_jvp(functools.partial(call.run, body))
 
     @function.defjvp
     def _(values: Values, tangents: Values) -> NoReturn:
@@ -556,10 +550,7 @@ def _custom_vjp(
     call, values = SizedCall.of(op, rows)
     op = call.op
     _, perturbs, backward = op.eqn.primitive.get_bind_params(op.eqn.params)["subfuns"]
-
-    @jax.custom_vjp
-    def function(*values: Value) -> list[Any]:
-        return call.run(body, *values)
+    function: Any = jax.custom_vjp(functools.partial(call.run, body))
 
     def forward(*primals: Value) -> tuple[list[Any], _Residuals]:
         values = [p.value for p in primals]
