@@ -101,7 +101,7 @@ test-all: test
 
 nightly: .venv/ready azurite fake-gcs
 	.venv/bin/python $(PYTEST) --nightly --compile-all
-	$(call on_3_12,$(PYTEST) --nightly $(COMPUTES),$(DOUBLE))
+	$(call on_3_12,$(PYTEST) $(COMPUTES),$(DOUBLE))
 	$(NEXT) .venv/bin/python $(PYTEST) $(DERIVATIVES)
 	$(call on_3_12,$(PYTEST) $(DERIVATIVES),$(NEXT))
 	$(if $(filter no,$(SUITES)),,$(MAKE) --no-print-directory suites)

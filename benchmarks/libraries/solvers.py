@@ -84,6 +84,30 @@ def predators(y):
 
 @program(
     "diffrax",
+    "decay to a level, 500 lanes of few steps",
+    lambda n: (uniform(n, low=0.3, high=5),),
+    500,
+    uneven=False,
+    looked_at=True,
+)
+def decay(rate):
+    import diffrax
+
+    return diffrax.diffeqsolve(
+        diffrax.ODETerm(lambda t, y, rate: -rate * y),
+        diffrax.Tsit5(),
+        0.0,
+        20.0,
+        0.1,
+        jnp.float32(1),
+        args=rate,
+        stepsize_controller=diffrax.PIDController(rtol=1e-4, atol=1e-4),
+        event=diffrax.Event(lambda t, y, args, **_: y - 0.1),
+    ).ts[0]
+
+
+@program(
+    "diffrax",
     "Robertson, implicit, 128 lanes",
     lambda n: (10 ** uniform(n, low=-2, high=0.5),),
     128,

@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,10 @@ from batchax.custom_rules.call import DerivativeStep, per_example
 from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.errors import BatchaxError, UnsupportedError
 from batchax.jaxprs.bodies import bind_call, program_called
+from batchax.jaxprs.evaluate import bind_equation
 from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.kernel.own_primitive import tangents_of
 from batchax.rows.padded import (
     CannotPad,
     Operation,
@@ -526,12 +528,34 @@ def _described_by_object(op: Operation, *rows: Row, _prim: object) -> list[Value
     if not any(map(is_inexact, body.out_avals)):
         return run_padded(op.sizes, body.jaxpr, body.consts, rows)
     call, values = SizedCall.of(op, rows)
+    op, count = call.op, len(rows)
+    types = [v.aval.to_tangent_aval() for v in op.eqn.invars]
+    moving, of = (
+        [k for k, aval in enumerate(avals) if is_inexact(aval)] for avals in (types, body.out_avals)
+    )
+
+    def both(*xs: Value) -> list[Any]:
+        bind = lambda *xs: list(bind_equation(op.eqn, xs))
+        outs, dots = tangents_of(bind, xs[:count], moving, xs[count:], of)
+        return [*outs, *dots]
+
+    def rule(values: Values, tangents: Values) -> tuple[list[Value], list[Value]]:
+        inner, rows = call.opened(values)
+        dots = call.zeros(call.for_each(tangents, None), types, symbolic=False)
+        try:
+            given = [v.aval for v in op.eqn.invars] + [types[i] for i in moving]
+            rule = _compat.stage(both, given)
+        except (NotImplementedError, TypeError, ValueError):
+            why = "it has no derivative for rows of any length."
+            raise UnsupportedError(str(op.reject(why))) from None
+        given = [*rows, *(Row(dots[i], rows[i].shape) for i in moving)]
+        results = arrays(run_inside(inner.sizes, rule, given), rule.out_avals)
+        outs, made = results[: len(body.out_avals)], iter(results[len(body.out_avals) :])
+        zero = lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval())
+        return outs, [next(made) if k in of else zero(x) for k, x in enumerate(outs)]
+
     function: Any = jax.custom_jvp(functools.partial(call.run, body))
-
-    @function.defjvp
-    def _(values: Values, tangents: Values) -> NoReturn:
-        raise UnsupportedError(str(op.reject("it has no derivative for rows of any length.")))
-
+    function.defjvp(rule, symbolic_zeros=True)
     return function(*values)
 
 
