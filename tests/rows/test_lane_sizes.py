@@ -121,7 +121,7 @@ REFUSED = {
     "the function needs the size of a lane as a number, but lanes have": lambda: jax.jit(
         bx.vmap(lambda n: jnp.ones(n) if n > 1 else n, N)
     )(SIZES),
-    "Lanes of one size could run together, but the sizes are traced here": lambda: jax.jit(
+    "Lanes of one size could run together, but their sizes are traced here": lambda: jax.jit(
         bx.vmap(lambda n: jnp.linalg.svd(jnp.ones((n, 3)))[1], N)
     )(SIZES),
     "their lengths differ: row 0 has 3 and 2": lambda: bx.vmap(

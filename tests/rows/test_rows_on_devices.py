@@ -30,6 +30,33 @@ def test_with_other_options(options):
     check(lambda x: attend(jnp.tanh(x)), ragged(3, lengths=LENGTHS), **options)
 
 
+def _sum_of_powers(x):
+    return sum(x[i] ** (i + 1) for i in range(len(x)))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jnp.linalg.svd(x, full_matrices=False)[1].sum(),
+        _sum_of_powers,
+        lambda x: x.max() if x.shape[0] > 2 else x.sum(),
+    ],
+    ids=["padding is not exact", "the length is a number", "a comparison"],
+)
+@pytest.mark.each_commit(2)
+def test_each_device_has_a_program_for_each_length(fun):
+    check(fun, ragged(3, lengths=LENGTHS, spare=0), ways={"": {}, "chunks": {"batch_size": 1}})
+
+
+def test_devices_have_programs_for_the_lengths_that_there_are():
+    x = ragged(3, lengths=LENGTHS, spare=400)
+    same(
+        bx.vmap(_sum_of_powers, mesh="all")(x), jnp.stack([_sum_of_powers(row) for row in x.rows()])
+    )
+    none = bx.Ragged(jnp.ones((0, 3)), np.zeros(0, int), 400)
+    assert bx.vmap(_sum_of_powers, mesh="all")(none).shape == (0, 3)
+
+
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 39])
 def test_no_device_has_more_elements_than_another_by_more_than_a_row(count):
     generator = np.random.default_rng(count)
@@ -85,7 +112,7 @@ def test_programs_that_are_kept_hold_no_arrays():
     [
         ("axis_name='rows'", lambda x: x - lax.pmean(x.sum(), "rows"), {"axis_name": "rows"}),
         ('layout="grouped"', attend, {"layout": "grouped"}),
-        ("remove mesh", lambda x: jnp.linalg.svd(x)[1], {}),
+        ("Remove mesh", lambda x: jnp.linalg.svd(x)[1], {"layout": "padded"}),
     ],
 )
 def test_what_needs_all_rows_is_refused(match, fun, options):

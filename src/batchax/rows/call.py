@@ -683,14 +683,19 @@ class RowCall(Call):
     def traced(self) -> bool:
         """Whether running it traces operations, rather than computing them at once."""
         lengths = (size.index.lengths for size in self.sizes)
-        return any(isinstance(x, Tracer) for x in (*self.arrays, *self.staged.consts, *lengths))
+        return any(isinstance(x, Tracer) for x in (*self._known_values, *lengths))
+
+    @property
+    def _known_values(self) -> list[Any]:
+        """The arrays, and what the function closes over if it was staged."""
+        return [*self.arrays, *(() if self.program is None else self.staged.consts)]
 
     @property
     def tells_of_mesh(self) -> bool:
         """Whether types of what it is given tell of a mesh: one that is set, or of its arrays."""
         if not jax.sharding.get_abstract_mesh().empty:
             return True
-        given = (*self.arrays, *self.staged.consts) if self.traced else ()
+        given = self._known_values if self.traced else ()
         return any(not jax.typeof(x).sharding.mesh.empty for x in given)
 
     def with_constants_passed(self) -> RowCall:
@@ -780,17 +785,20 @@ def reject_effects(program: ClosedJaxpr) -> None:
 def explained(call: RowCall, error: Exception, on_mesh: bool) -> Exception:
     """What to raise where a function fails for symbolic sizes, and lengths are not known."""
     needs, sizes = needs_number(error), call.sizes
+    known = on_mesh and call.lengths_known
     of_lanes = all(size.of_lanes for size in sizes)  # the user may have passed sizes alone
     row, length, batch, size = (
         ("lane", "size", "array of sizes", "n")
         if of_lanes
         else ("row", "length", "Ragged", "x.shape[0]")
     )
-    remedy = f"Call it outside of jit, or close over the {batch}, so that"
+    remedy = f"Call it outside of jit, or close over the {batch}, so that {length}s are known"
+    remedy = "Remove mesh" if known else remedy + (", and remove mesh" if on_mesh else "")
+    reason = f"mesh runs one program for all {length}s" if known else f"their {length}s are traced"
     if call.program is not None and isinstance(error, CannotPad):
         return UnsupportedError(
-            f"{error}\n{row.capitalize()}s of one {length} could run together, but the {length}s "
-            f"are traced here. {remedy} they are known" + (", and remove mesh." if on_mesh else ".")
+            f"{error}\n{row.capitalize()}s of one {length} could run together, but {reason} here. "
+            f"{remedy}."
         )
     if isinstance(error, BatchaxError) and not needs:
         return error
@@ -801,8 +809,8 @@ def explained(call: RowCall, error: Exception, on_mesh: bool) -> Exception:
         before = _compat.looked_up_before(names_of(error))
         return UnsupportedError(
             f"{_line(error)}the function needs the {length} of a {row} as a number, but {row}s "
-            f"have a symbolic size ({names}) here, because their {length}s are traced: "
-            f"{question_of(error)}.\n{remedy} {length}s are known: then {row}s of one {length} "
+            f"have a symbolic size ({names}) here, because {reason}: "
+            f"{question_of(error)}.\n{remedy}: then {row}s of one {length} "
             f"run together, or those of one bucket with buckets=, if all of its {length}s have one "
             f"answer. To compute with a size, use jnp.asarray({size})."
             + (
@@ -813,8 +821,7 @@ def explained(call: RowCall, error: Exception, on_mesh: bool) -> Exception:
             )
         )
     error.add_note(
-        f"{row.capitalize()}s have a symbolic size ({names}) in the function, as their {length}s "
-        "are traced."
+        f"{row.capitalize()}s have a symbolic size ({names}) in the function, as {reason}."
         + (
             " Arguments whose rows have the same lengths share a size if in_axes says so: "
             'batchax.ragged("n") for each of them.'

@@ -18,7 +18,8 @@ from batchax.errors import AxisError, UnsupportedError
 from batchax.execution.call import Call, Strategy, apply_passes, execute
 from batchax.execution.call import Outputs as CallOutputs
 from batchax.execution.chunked import Chunking
-from batchax.execution.on_devices import chunk_lanes
+from batchax.execution.devices.shards import Shards
+from batchax.execution.on_devices import chunk_lanes, shard_lanes
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.in_axes import is_array, is_same
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce, check_unbatched, place
@@ -305,12 +306,16 @@ def of_one_row(
     return padded_row
 
 
-def execute_as_arrays(call: Call, chunking: Chunking | None) -> tuple[list[Any], FlatOutputs]:
+def execute_as_arrays(
+    call: Call, chunking: Chunking | None, shards: Shards | None = None
+) -> tuple[list[Any], FlatOutputs]:
     """What a call of arrays returns that stands for rows, so many of them at a time.
 
-    A padded row is computed by a program that was staged for one mesh, so it stays where it is.
+    A padded row is computed by a program that was staged for one mesh, so it stays where it is,
+    unless `shards` are those of the user, and no type says where arrays are.
     """
-    return execute(apply_passes([chunk_lanes(chunking, where_types_say=False)], call))
+    passes = [shard_lanes(shards), chunk_lanes(chunking, where_types_say=False)]
+    return execute(apply_passes(passes, call))
 
 
 def shapes_of(program: ClosedJaxpr) -> list[tuple[int, ...]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from batchax.analysis.canonical_form import same_results
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs
 from batchax.execution.chunked import Chunking
+from batchax.execution.devices.shards import Shards
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs, place
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Value
@@ -56,6 +58,7 @@ from batchax.rows.sizes import (
 )
 
 MOST_LENGTHS = 33  # programs, one for each length: that of a row without elements is one
+MOST_PLACES = 2**16  # a table says which program a length has
 MOST_KNOWN = 8  # programs for known lengths, one for each, where fewer serve for parts of them
 
 
@@ -105,13 +108,14 @@ def _run_padded_row(
 
 
 def run_specialized(
-    call: RowCall, chunking: Chunking | None, error: Exception
+    call: RowCall, chunking: Chunking | None, error: Exception, shards: Shards | None = None
 ) -> Outputs | Exception:
     """The outputs of a function of one row, by a branch for each part of the lengths.
 
     In a part all lengths have one answer to what the function asks, or there is one length. Rows of
     a length that the function does not take (of no elements, of which there is no greatest) have
-    what ``jnp.take`` fills in for what is not there: NaN, or the least number.
+    what ``jnp.take`` fills in for what is not there: NaN, or the least number. With `shards`, each
+    device runs its own rows so, also where lengths are known: none of them groups its rows.
 
     Returns:
       The error of the function where lengths are known, and few, or needed as numbers: then rows
@@ -122,7 +126,7 @@ def run_specialized(
     sizes = call.sizes
     lengths, why = AllLengths(sizes), why_grouped(error)
     by_answer = len(sizes) == 1 and not sizes[0].of_lanes
-    if call.lengths_known:
+    if call.lengths_known and shards is None:
         own = np.unique(np.asarray(sizes[0].lengths))
         if not by_answer or len(own) <= MOST_KNOWN:
             return error
@@ -134,17 +138,23 @@ def run_specialized(
             return error
         return _switched(call, chunking, lengths, parts, why) or error
     parts = _parts_by_answer(call, np.arange(lengths.count), error) if by_answer else error
-    outs = None if isinstance(parts, Exception) else _switched(call, chunking, lengths, parts, why)
-    if outs is None and are_few(sizes):
-        last = _single_parts(call, lengths, [lengths.count - 1])
+    run = lambda parts: _switched(call, chunking, lengths, parts, why, shards)
+    outs = None if isinstance(parts, Exception) else run(parts)
+    numbers = _few_lengths(call, lengths)
+    if outs is None and numbers is not None:
+        last = _single_parts(call, lengths, numbers[-1:])
         if last[0].staged is not None:  # or it is wrong
-            singles = [*_single_parts(call, lengths, range(lengths.count - 1)), *last]
-            outs = _switched(call, chunking, lengths, singles, why)
+            outs = run([*_parts_among(call, lengths, numbers[:-1]), *last])
     return outs or (parts if isinstance(parts, Exception) else error)
 
 
 def _switched(
-    call: RowCall, chunking: Chunking | None, lengths: AllLengths, parts: Sequence[_Part], why: str
+    call: RowCall,
+    chunking: Chunking | None,
+    lengths: AllLengths,
+    parts: Sequence[_Part],
+    why: str,
+    shards: Shards | None = None,
 ) -> Outputs | None:
     """The outputs of a call by a branch for each part of the lengths; see `run_specialized`."""
     axis, longest = call.axis, parts[-1].staged
@@ -185,7 +195,7 @@ def _switched(
 
     with _compat.named_scope(axis.name, axis.size):
         rows = Call(replace(axis, name=None), padded_row, _padded_arguments(call))
-        outs, _ = execute_as_arrays(rows, chunking)
+        outs, _ = execute_as_arrays(rows, chunking, shards)
     return [
         result.packed(x)
         if has_symbols(result.shape)
@@ -205,7 +215,10 @@ class AllLengths:
         self.sizes = sizes
         self._each = tuple(size.bound + 1 for size in sizes)
         self.count = math.prod(self._each)
-        self.along = np.indices(self._each, np.int32).reshape(len(sizes), -1)
+
+    @cached_property
+    def along(self) -> np.ndarray:
+        return np.indices(self._each, np.int32).reshape(len(self.sizes), -1)
 
     def of(self, k: int) -> tuple[int, ...]:
         return tuple(self.along[:, k].tolist())
@@ -416,6 +429,29 @@ def _parts_of_many(call: RowCall, lengths: np.ndarray) -> list[_Part] | Exceptio
     except Exception as error:
         return _parts_by_answer(call, lengths, error)
     return [_Part(lengths, (staged, outputs), program)]
+
+
+def _few_lengths(call: RowCall, lengths: AllLengths) -> Sequence[int] | None:
+    """The numbers of the lengths that need a program, with the greatest; None if they are many."""
+    sizes = call.sizes
+    if not call.lengths_known:
+        return range(lengths.count) if are_few(sizes) else None
+    if lengths.count > MOST_PLACES or any(size.of_lanes for size in sizes):
+        return None
+    own = lengths.place([np.asarray(size.lengths) for size in sizes])
+    numbers = np.unique([*own, lengths.count - 1]).tolist()
+    return numbers if len(numbers) <= MOST_LENGTHS else None
+
+
+def _parts_among(call: RowCall, lengths: AllLengths, numbers: Sequence[int]) -> list[_Part]:
+    """A part for each of some lengths, and parts without a program for those between them."""
+    parts: list[_Part] = []
+    ends = [-1, *numbers]
+    for before, number in zip(ends, [*numbers, lengths.count - 1], strict=True):
+        if number > before + 1:
+            parts.append(_Part(np.arange(before + 1, number)))
+        parts += _single_parts(call, lengths, [number] if number in numbers else [])
+    return parts
 
 
 def _single_parts(call: RowCall, lengths: AllLengths, numbers: Iterable[Any]) -> list[_Part]:
