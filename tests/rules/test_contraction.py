@@ -124,6 +124,34 @@ def test_many_products_in_a_step_and_short_columns_are_as_jax_has_them(layers, l
     assert shapes_handed_on(ours, w, x) == shapes_handed_on(theirs, w, x)
 
 
+@pytest.mark.parametrize(("width", "state"), [(32, (64, 32)), (16, (16, 64))])
+def test_products_that_meet_in_a_step_have_lanes_in_one_place(width, state):
+    """A long state has lanes first, a short one last, and short inputs are as the state is."""
+
+    def last(into, inner, xs):
+        def step(h, x):
+            a, b = jnp.split(into @ x, 3), jnp.split(inner @ h, 3)
+            reset, update = jax.nn.sigmoid(a[0] + b[0]), jax.nn.sigmoid(a[1] + b[1])
+            new = jnp.tanh(a[2] + reset * b[2])
+            return new + update * (h - new), None
+
+        return lax.scan(step, jnp.zeros(width, xs.dtype), xs)[0]
+
+    weights = batch((3 * width, 4), None) / 2, batch((3 * width, width), None) / width
+    args = (*weights, batch((5, 4), 0, size=64))
+    ours, theirs = bx.vmap(last, (None, None, 0)), jax.vmap(last, (None, None, 0))
+    same(ours(*args), theirs(*args))
+    total = lambda fun: jax.grad(lambda *xs: jnp.mean(fun(*xs) ** 2), (0, 1, 2))
+    same(total(ours)(*args), total(theirs)(*args))
+    each = lambda vmap: vmap(jax.grad(lambda *xs: last(*xs).sum(), (0, 1)), (None, None, 0))
+    same(each(bx.vmap)(*args), each(jax.vmap)(*args))
+    (scan,) = (e for e in jax.make_jaxpr(ours)(*args).eqns if e.primitive.name == "scan")
+    inside = [e.primitive.name for e in scan.params["jaxpr"].jaxpr.eqns]
+    assert "transpose" not in inside
+    assert inside.count("dot_general") == 2
+    assert scan.outvars[0].aval.shape == state
+
+
 # Operands in blocks, with a scale for each block of the contracted dimension.
 SCALED = (((2,), (2,)), ((0,), (0,)))
 

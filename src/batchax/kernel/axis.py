@@ -54,6 +54,7 @@ class Axis:
       in_loop: The estimated number of loop steps in which operations run; 0 outside of loops.
       columns: Whether values keep their lanes last: a loop or the user passes them so. Otherwise
         they move to the front where ``jax.vmap`` moves them.
+      lanes_first: Whether products of a shared matrix and vectors are rows, even short ones.
 
     Example:
       >>> from jax.extend.core import Primitive
@@ -76,6 +77,7 @@ class Axis:
     in_loop: int = 0
     columns: bool = False
     mesh: Any = None
+    lanes_first: bool = False
 
 
 def move_axis(x: Value, source: int, destination: int) -> Value:

@@ -47,7 +47,7 @@ from batchax.kernel.named_axes import Varying, settle_varying, types_varying, va
 from batchax.kernel.registry import register_rule
 from batchax.linalg.pays import LOOP_STEPS
 from batchax.rules.callbacks import is_seen, with_active
-from batchax.rules.contraction import takes_less_as_rows
+from batchax.rules.contraction import layout_of_steps
 from batchax.rules.in_place import masked_in_place, updates_in_place
 from batchax.rules.masking import (
     MaskPlan,
@@ -199,9 +199,7 @@ def _settle_axes(
         known = [lowest if a is None and d else a for a, d in zip(carry_at, differs, strict=True)]
     if axis.divergence is not None:
         batched, out = batch(axis, known, [free] * outs)
-        if list(out[:n]) == known and not (
-            axis.columns and not lowest and takes_less_as_rows(batched, axis.size)
-        ):
+        if list(out[:n]) == known and (lowest or layout_of_steps(axis, batched) == "as it is"):
             return batched, known, list(out[n:])
     # Programs of lanes that diverge are long: they are made once the axes are found.
     together = axis if axis.divergence is None else replace(axis, divergence=None)
@@ -210,8 +208,16 @@ def _settle_axes(
         carry_at = known
     elif known != carry_at:
         made = batch(together, carry_at, [free] * outs)
-    if axis.columns and not lowest and takes_less_as_rows(made[0], axis.size):
-        axis, together = (replace(a, columns=False) for a in (axis, together))
+    layout = "as it is" if lowest else layout_of_steps(axis, made[0])
+    if layout == "columns":
+        carry_at = [
+            1 if a == 0 and len(t.shape) == 1 else a
+            for a, t in zip(carry_at, body.out_avals, strict=False)
+        ]
+        made = batch(together, carry_at, [free] * outs)
+    elif layout != "as it is":
+        how = {"columns": False, "lanes_first": layout == "rows"}
+        axis, together = (replace(a, **how) for a in (axis, together))
         free, carry_at = ZERO_IF_MAPPED, [None if a is None else 0 for a in carry_at]
         made = batch(together, carry_at, [free] * outs)
     batched, carry_at, out = settled(together, carry_at, made, moves=True)
@@ -431,7 +437,7 @@ def _scan(
 def _inside(axis: Axis, steps: int) -> Axis:
     steps = max(1, steps) if isinstance(steps, int) else LOOP_STEPS  # or a symbol
     # Costs that recur at each step multiply, and lanes may be last from step to step.
-    return replace(axis, in_loop=max(1, axis.in_loop) * steps, columns=True)
+    return replace(axis, in_loop=max(1, axis.in_loop) * steps, columns=True, lanes_first=False)
 
 
 enter(
