@@ -181,7 +181,7 @@ def test_few_lanes_are_left_to_xla(monkeypatch):
     monkeypatch.setattr(pays, "CALLS", 100)
     batched = bx.vmap(convolution())
     for lanes, by_slices in ((16, False), (128, True)):
-        x, w = jnp.ones((lanes, 1, 3, 16, 16)), jnp.ones((lanes, 8, 3, 3, 3))
+        x, w = jnp.ones((lanes, 1, 3, 16, 16), "f"), jnp.ones((lanes, 8, 3, 3, 3), "f")
         lowered = jax.jit(batched).lower(x, w).as_text()
         assert ("stablehlo.convolution" not in lowered) == by_slices
 
