@@ -73,6 +73,31 @@ def test_a_row_is_convolved_with_what_is_shorter_or_longer():
     check_rows(whole, ragged(), ragged(lengths=(4, 3, 2, 4), seed=1))
 
 
+def test_least_squares_of_rows_have_one_decomposition():
+    """Of short, square, and long tables, of one with equal columns, and of one with a NaN."""
+    solved = lambda x, y: jnp.linalg.lstsq(x, y)
+    x = ragged(3, lengths=(1, 2, 3, 5, 8, 7, 0))
+    y = ragged(lengths=(1, 2, 3, 5, 8, 7, 0), seed=1)
+    data = np.array(x.data)
+    data[6:11, 2] = data[6:11, 1]
+    data[20, 1] = np.nan
+    named, tables = bx.ragged("n"), bx.Ragged(data, x.lengths, x.max_length)
+    check_rows(
+        solved,
+        tables,
+        y,
+        in_axes=(named, named),
+        derivatives=False,
+        tolerance={"rtol": 1e-4, "atol": 1e-4},
+    )
+    solution = lambda x, y: solved(x, y)[0]
+    check_rows(solution, x, y, in_axes=(named, named), tolerance={"rtol": 2e-3, "atol": 2e-3})
+    traced = lambda n: bx.vmap(solution, (named, named))(
+        bx.Ragged(x.data, n, 8), bx.Ragged(y.data, n, 8)
+    )
+    assert str(jax.make_jaxpr(traced)(x.lengths)).count("svd[") == 1
+
+
 def shuffled(x, key):
     n = x.shape[0]
     return (

@@ -254,6 +254,26 @@ def _interp(
     return jnp.where(x > xp[-1], fp[-1] if right is None else right, out)
 
 
+@_compat.patches("jax.numpy.linalg.lstsq")
+def _lstsq(
+    original: Callable[..., Any],
+    a: Value,
+    b: Value,
+    rcond: Any = None,
+    *,
+    numpy_resid: bool = False,
+) -> Tree:
+    # JAX makes a number of the larger size, for the least singular value that is not zero, and so
+    # needs a decomposition for each answer. Here it is an array, and one decomposition will do.
+    sizes = np.shape(a)
+    of_rows = len(sizes) == 2 and any(map(_compat.is_row_size, sizes))
+    if of_rows and rcond is None and not numpy_resid:
+        dtype = jnp.result_type(a, b)
+        dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
+        rcond = jnp.asarray(max_dim(*sizes)) * float(jnp.finfo(dtype).eps)
+    return original(a, b, rcond, numpy_resid=numpy_resid)
+
+
 @_compat.patches("jax.numpy.polyfit")
 def _polyfit(
     original: Callable[..., Any],
