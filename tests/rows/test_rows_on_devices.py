@@ -52,8 +52,8 @@ def test_devices_have_programs_for_the_lengths_that_there_are():
     x = ragged(3, lengths=LENGTHS, spare=400)
     got = bx.vmap(_sum_of_powers, mesh="all")(x)
     same(got, np.stack([_sum_of_powers(np.asarray(row)) for row in x.rows()]))
-    none = bx.Ragged(jnp.ones((0, 3)), np.zeros(0, int), 400)
-    assert bx.vmap(_sum_of_powers, mesh="all")(none).shape == (0, 3)
+    none = bx.Ragged(jnp.ones((0, 3)), np.zeros(0, int), 40)
+    assert jax.jit(lambda: bx.vmap(_sum_of_powers, mesh="all")(none))().shape == (0, 3)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 39])
