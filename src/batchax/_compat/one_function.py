@@ -21,9 +21,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core.primitives import cond_p
 
 from batchax._compat.jaxprs import hoist_constants
-from batchax._compat.mesh_types import varying_alike
+from batchax._compat.mesh_types import checked_axes, varying_alike
 from batchax._compat.staging import stage
-from batchax._compat.types import Aval, Value
+from batchax._compat.types import Aval, ClosedJaxpr, Value
 from batchax.config import config
 
 # What XLA makes of these two words is tested on these versions of jaxlib; see `single_kernels`.
@@ -57,13 +57,11 @@ def single_kernel(
         # true, which only LLVM finds out.
         # XLA ends the process if nothing in a kernel reads an operand, or no result depends on it.
         # In the other branch, all results depend on all operands.
-        def never(*operands: Value) -> list[Any]:
-            every = functools.reduce(lax.bitwise_xor, map(_bits, [x for x in operands if x.size]))
-            return [_anything(every, t) for t in types]
-
         always = lax.ne(lax.bitwise_or(_bits(operands[0]), np.int32(1)), np.int32(0))
-        given = list(map(jax.typeof, operands))
-        branches, consts = hoist_constants(stage(never, given), stage(run, given))
+        given = tuple(map(jax.typeof, operands))
+        # What varies over the axes of a mesh is staged for the mesh that is in scope.
+        never = _never.__wrapped__ if checked_axes() else _never
+        branches, consts = hoist_constants(never(given, tuple(types)), stage(run, given))
         index = lax.convert_element_type(always, np.int32)
         return cond_p.bind(index, *consts, *operands, branches=tuple(branches))
 
@@ -73,6 +71,17 @@ def single_kernel(
     words = {"inlineable": "false", "xla_cpu_small_call": "true"}
     # The attributes are on the call if on any of its results that is read.
     return [x if _is_key(x) else set_xla_metadata(x, **words) for x in outs]
+
+
+@functools.lru_cache(256)
+def _never(given: tuple[Aval, ...], types: tuple[Aval, ...]) -> ClosedJaxpr:
+    """Returns a program of operands `given`, on all of which each of its results depends."""
+
+    def run(*operands: Value) -> list[Any]:
+        every = functools.reduce(lax.bitwise_xor, map(_bits, [x for x in operands if x.size]))
+        return [_anything(every, t) for t in types]
+
+    return stage(run, given)
 
 
 def _bits(x: Value) -> Value:

@@ -9,7 +9,7 @@ next to nothing where all take as many, in time and in compiling:
 
 - Where a lane by itself, in a single kernel, takes little more than its share of a step that all
   take, masked, each runs by itself. Where that is so of some only, all run first, and then those
-  that are left, one after another. None waits for another, and none is moved.
+  that are left, one after another; not in bounded loops, where windows were faster.
 - Where a step is expensive, lanes are in a window from the first step on: the body is compiled
   once, and a window is as wide as keeps a device as busy as all lanes do.
 - Where a step is many operations, which take as long for a window as for many lanes, all lanes run
@@ -261,10 +261,13 @@ def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
     few = _few_serial(t, loop, step)
     if few >= size:
         return Alone()
-    if few and few >= size // _FEW and _is_much(t, loop, step):
+    if few and few >= size // _FEW and not loop.bounded and _is_much(t, loop, step):
         return FewAlone(few, _PAUSE)
     if step.moving <= t.max_move_steps:
         width = _from_the_start(t, size, step, alike)
+        if width < size and loop.bounded:
+            widths = (size, width)
+            return Window(widths, step.moving, _most_left(widths, step.overhead))
         if width < size:
             return Window((width,), step.moving)
         widths, why = _of_the_last(t, loop, step, request, alike)
