@@ -403,7 +403,7 @@ def _apart(outs, marked, case):
 
 
 def _arranged(y, mark, parts, between):
-    """Cotangents of the rows, as the result has them; what is no row's, `between`, must not matter.
+    """Cotangents of the rows, as the result has them. `between` fills what must not matter.
 
     It is NaN, unless `jax.debug_nans` would see how it is made.
     """

@@ -386,9 +386,9 @@ class _Part:
     def _derivative_pays(self) -> bool:
         """Whether derivatives run in blocks, too."""
         plan = self.plan
-        in_blocks = isinstance(plan, policy.Gathered) and plan.all_from is None
-        back = isinstance(plan, policy.Gathered) and plan.all_from_back is not None
-        return self.axis.divergence.explicit or in_blocks or back
+        if self.axis.divergence.explicit or not isinstance(plan, policy.Gathered):
+            return self.axis.divergence.explicit
+        return plan.all_from is None or plan.all_from_back is not None
 
 
 def _masked(

@@ -500,14 +500,14 @@ def _branch(cost: BranchCost, t: Thresholds, request: Request) -> Gathered | Ser
         # than the copies of what all share that `jax.vmap` makes.
         copies = cost.copied >= t.min_copy_cost * cost.work
         return Gathered(share, share * cost.work / cost.apart if copies else None)
-    if in_blocks(cost, t):
+    if _in_blocks(cost, t):
         return Gathered()
     few = _few(cost, t) if cost.may_be_serial else 0
     serial = few and _gains_back(cost, t, cost.operations + _TO_MOVE)
     return Serial(few) if serial else Masked(_why_masked(cost, t, request.recompiled))
 
 
-def in_blocks(cost: BranchCost, t: Thresholds) -> bool:
+def _in_blocks(cost: BranchCost, t: Thresholds) -> bool:
     """Whether a branch is to run for the lanes that take it, even if all of them do."""
     return _as_fast_in_blocks(cost, t) and _gains_back(cost, t, _TO_MOVE)
 
@@ -531,7 +531,7 @@ def _decides(cost: BranchCost, t: Thresholds, recompiled: bool) -> bool:
     short = cost.operations < t.min_operations
     copies = cost.copied >= t.min_copy_cost_once * cost.apart * t.serial_slowdown
     once = cost.alike <= cost.chunk and (of_all or (short and copies))
-    if once and in_blocks(cost, t):
+    if once and _in_blocks(cost, t):
         return False  # as fast in blocks, and compiled once
     return _gains_back(cost, t, cost.operations + _TO_MOVE)
 
