@@ -40,6 +40,10 @@ def test_reductions(reduce, shape):
         ((5, 4), (4, 3), 1),
         ((3, 17), (17, 4), 1),
         ((2, 5), (5, 33), 1),
+        ((8,), (8, 8), ((0,), (1,))),
+        ((4, 4), (4,), ((0,), (0,))),
+        ((33,), (33, 33), ((0,), (1,))),
+        ((4, 4, 2), (3, 4), ((1,), (1,))),
     ],
     ids=str,
 )
@@ -48,8 +52,13 @@ def test_products(x, y, axes):
     out, (alone, lanes) = _alone(lambda x, y: jnp.tensordot(x, y, axes), x, y)
     same(out, jnp.tensordot(x, y, axes))
     assert alone
-    pairs = x.size * y.size // (x.shape[-1] if axes else 1)
-    assert lanes == (pairs <= 64 and (axes == 0 or x.shape[-1] <= 16))
+    terms = round((x.size * y.size / out.size) ** 0.5)
+    assert lanes == (out.size * terms <= 64 and terms <= 16)
+
+
+def test_a_product_is_few_operations():
+    lowered = lower_for_kernel(jax.make_jaxpr(jnp.dot)(np.ones((16, 16)), np.ones(16)))
+    assert len(lowered.eqns) < 30
 
 
 def test_sums_of_negative_zeros_are_zeros():

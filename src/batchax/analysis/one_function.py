@@ -172,29 +172,24 @@ def _product(params: dict[str, Any], x: Value, y: Value) -> Value:
     left, right = map(list, contracted)
     shape = (*np.delete(x.shape, left), *np.delete(y.shape, right))
     n_left, n = x.ndim - len(left), x.shape[left[0]] if left else 1
-    # Many terms: multiply all of them, and add halves.
-    if n > _FACTORS:
-        x, y = _last(x, left[0]), _last(y, right[0])
-        x = lax.broadcast_in_dim(x, (*shape, n), [*range(n_left), len(shape)])
-        y = lax.broadcast_in_dim(y, (*shape, n), [*range(n_left, len(shape)), len(shape)])
-        return _from_zero(_by_halves(lax.add, lax.mul(x, y), len(shape)))
+    if not left:
+        x, y, left, right = lax.expand_dims(x, (0,)), lax.expand_dims(y, (0,)), [0], [0]
+    # All are multiplied at once, and halves added: an operation for each term takes several times
+    # as long to trace. Few terms are in front, many at the end, which runs faster. Search: own
+    # product 16, product 64.
+    place = 0 if n <= _FACTORS else len(shape)
 
-    def term(k: int) -> Value:
-        first, second = (
-            lax.index_in_dim(z, k, a[0], keepdims=False) if a else z
-            for z, a in ((x, left), (y, right))
-        )
-        return lax.mul(
-            lax.broadcast_in_dim(first, shape, range(first.ndim)),
-            lax.broadcast_in_dim(second, shape, range(first.ndim, len(shape))),
-        )
+    def spread(z: Value, axis: int, dimensions: range) -> Value:
+        others = [i for i in range(z.ndim) if i != axis]
+        order = [*others, axis] if place else [axis, *others]
+        at = sorted([place, *(d + (place == 0) for d in dimensions)])
+        whole = (*shape[:place], n, *shape[place:])
+        return lax.broadcast_in_dim(lax.transpose(z, order), whole, at)
 
-    total = functools.reduce(lax.add, map(term, range(n)))
+    x = spread(x, left[0], range(n_left))
+    y = spread(y, right[0], range(n_left, len(shape)))
+    total = _by_halves(lax.add, lax.mul(x, y), place)
     return total if n == 1 else _from_zero(total)
-
-
-def _last(x: Value, axis: int) -> Value:
-    return lax.transpose(x, [*(i for i in range(x.ndim) if i != axis), axis])
 
 
 _FORMS = {
