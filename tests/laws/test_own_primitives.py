@@ -26,6 +26,7 @@ from batchax.rows.dynamic_sizes import found_switch_p
 from batchax.rows.index import row_places
 from batchax.rows.places_where import places_where
 from batchax.rows.row_rules import call_later
+from batchax.rows.segments import reduced_rows_p
 from batchax.rows.sizes import found_places_p
 from batchax.rules.calls import in_turn
 from batchax.rules.in_place import some_active_p
@@ -38,6 +39,8 @@ from support.oracle import same
 
 TABLE = np.linspace(0.0, 4.0, 5, dtype=np.float32)
 X = np.linspace(0.3, 2.1, 3, dtype=np.float32)
+# Where two rows of 2 and of 3 numbers are.
+ROWS = [np.array(x, np.int32) for x in ([0, 2], [2, 3], [0, 0, 1, 1, 1])]
 
 
 def root(x):
@@ -236,6 +239,10 @@ AROUND = {
     "row_places": lambda f: (
         lambda x: f(x) * row_places((x + TABLE[:2]).astype(np.int32), 4, 3)[1].sum(),
         lambda x: f(x) * jnp.minimum((x + TABLE[:2]).astype(np.int32).sum(), 4),
+    ),
+    "reduced_rows": lambda f: (
+        lambda x: reduced_rows_p.bind(x * TABLE + f(x), *ROWS, kind="reduce_sum", in_full=True)[1],
+        lambda x: (x * TABLE[2:] + f(x)).sum(),
     ),
     "in_turn": lambda f: (lambda x: in_turn([f(x)], [f(2 * x)])[1][0], lambda x: f(2 * x)),
     "safe_lanes": lambda f: (each(either(f), bx.vmap), each(either(f))),

@@ -25,6 +25,7 @@ from batchax.execution.slices import follow_p
 from batchax.rows.blocks import rows_of_blocks_p
 from batchax.rows.index import row_places_p
 from batchax.rows.places_where import places_where_p
+from batchax.rows.segments import reduced_rows_p
 from batchax.rows.sizes import found_places_p
 from batchax.rules.callbacks import lane_calls_p
 from batchax.rules.calls import in_turn_p
@@ -129,6 +130,7 @@ def several(*shape, dtype=jnp.float32):
 
 BOOL = several(dtype=bool)
 X, Y, S, M = several(3), several(4, 8), several(), several(3, 3)
+_ROWS = [np.array(x, np.int32) for x in ([0, 2], [1, 1], [0, 0, 1])]  # where two rows are
 N, NS = several(3, dtype=jnp.int32), several(dtype=jnp.int32)
 KEYS = several(dtype=jax.random.key(0).dtype)
 EXPLICIT = jax.make_mesh((1,), ("e",), axis_types=(AxisType.Explicit,))
@@ -475,6 +477,12 @@ def _own():
             "row_places": (
                 partial(row_places_p.bind, capacity=4, bound=3),
                 several(3, dtype=np.int32),
+            )
+        },
+        "rows.segments": {
+            "reduced_rows": (
+                lambda x: reduced_rows_p.bind(x, *_ROWS, kind="reduce_sum", in_full=False),
+                X,
             )
         },
         "rules.calls": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},

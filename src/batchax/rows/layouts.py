@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jax.extend import core
 from jax.extend.core.primitives import custom_jvp_call_p
@@ -30,7 +29,7 @@ from batchax.frontend.rows import Layout
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.registry import is_replaced_in_jax, reduced_dims
 from batchax.rows.packed_forms import (
     Names,
@@ -45,6 +44,7 @@ from batchax.rows.packed_forms import (
 from batchax.rows.padded_rules.calls import staged_jvp_rule
 from batchax.rows.padded_rules.positions import WRITES
 from batchax.rows.row_rules import size_of_rule
+from batchax.rows.segments import REDUCTIONS
 from batchax.rows.sizes import (
     Dim,
     Shape,
@@ -206,54 +206,6 @@ def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> Ro
 
 
 _WINDOWED = frozenset(("gather", *WRITES))
-
-
-REDUCTIONS = {
-    "reduce_sum": jax.ops.segment_sum,
-    "reduce_max": jax.ops.segment_max,
-    "reduce_min": jax.ops.segment_min,
-}
-"""The reductions over segments; JAX cannot differentiate its product over segments."""
-
-
-def reduce_segments(kind: str, x: Value, rows: Value, count: int) -> jax.Array:
-    """`x`, packed along axis 0, reduced over each of the `count` rows by one of `REDUCTIONS`.
-
-    `rows` is the row of each element, in order; `count` for those that belong to none.
-    """
-    if kind in ("reduce_max", "reduce_min") and jnp.issubdtype(x.dtype, jnp.inexact):
-        return _extreme(kind, count, x, rows)
-    return _reduce(kind, x, rows, count)
-
-
-def _reduce(kind: str, x: Value, rows: Value, count: int) -> jax.Array:
-    is_bool = x.dtype == jnp.bool_
-    x = x.astype(jnp.int32) if is_bool else x
-    out = REDUCTIONS[kind](x, rows, count, indices_are_sorted=True, mode="drop")
-    return out > 0 if is_bool else out
-
-
-def _extreme(kind: str, count: int, x: Value, rows: Value) -> jax.Array:
-    """The greatest or least of each row, with a derivative: JAX has none of it over segments."""
-
-    @jax.custom_jvp
-    def extreme(x: Value, rows: Value) -> jax.Array:
-        return _reduce(kind, x, rows, count)
-
-    @extreme.defjvp
-    def _(primals: Values, tangents: Values) -> tuple[jax.Array, jax.Array]:
-        # As that of `reduce_max`: elements equal to the extreme share its derivative evenly.
-        (x, rows), (dx, _) = primals, tangents
-        # A compiler may compute `x` again where it is compared, and round it otherwise: then no
-        # element would equal the extreme.
-        x = lax.optimization_barrier(x)
-        best = extreme(x, rows)
-        at_best = jnp.equal(x, best.at[rows].get(mode="fill", fill_value=0))
-        dot = _reduce("reduce_sum", jnp.where(at_best, dx, 0), rows, count)
-        ties = _reduce("reduce_sum", at_best.astype(x.dtype), rows, count)
-        return best, jnp.where(ties > 0, dot / jnp.maximum(ties, 1), 0)
-
-    return extreme(x, rows)
 
 
 # How segments are reduced for each reduction over a row.

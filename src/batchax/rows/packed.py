@@ -23,13 +23,13 @@ from jax import lax
 from batchax import _compat
 from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.evaluate import walk
-from batchax.jaxprs.primitive_facts import NEUTRAL, facts_of
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis
 from batchax.kernel.interpreter import batch_equation
 from batchax.rows.index import RowIndex, take_clipped
-from batchax.rows.layouts import REDUCED, Constant, flatten, reduce_segments
+from batchax.rows.layouts import REDUCED, Constant, flatten
 from batchax.rows.packed_forms import (
     Index,
     Names,
@@ -46,7 +46,9 @@ from batchax.rows.packed_forms import (
 )
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
 from batchax.rows.row_rules import Rows, in_packed_rows, size_of_rule
+from batchax.rows.segments import reduce_rows
 from batchax.rows.sizes import Dim, Shape, depends_on_sizes, has_symbols, is_symbolic, ragged_axis
+from batchax.rules.reductions import reduce_few_or_many
 
 
 @dataclass(frozen=True)
@@ -245,18 +247,15 @@ def _reduce(rows: PackedRows, eqn: Eqn, x: Packed, at: int) -> Packed:
     value = x.value
     others = tuple(a for a in axes if a != at)
     if others:  # those first: what is left is smaller
-        params = {**eqn.params, "axes": others}
-        value = eqn.primitive.bind(value, **eqn.primitive.get_bind_params(params))
+        value = reduce_few_or_many(eqn, value, others)
     value = move_axis(value, at - sum(a < at for a in others), 0)
     op = Operation(eqn, rows.sizes)
     own = x.shape[at], *value.shape[1:]
     value = op.cut(value, own)
+    lengths = None
     if not str(own[0]).isidentifier():  # between rows there are elements of none
-        value = op.masked(
-            Row(value, own), NEUTRAL[REDUCED[name].removeprefix("reduce_")](value.dtype)
-        )
-    reduced = reduce_segments(REDUCED[name], value, jnp.asarray(index.rows), len(index.starts))
-    return Packed(reduced, eqn.outvars[0].aval.shape, 0)
+        lengths = jnp.maximum(rows.size_of_rows(own[0]), 0).astype(np.int32)
+    return Packed(reduce_rows(REDUCED[name], value, index, lengths), eqn.outvars[0].aval.shape, 0)
 
 
 def _for_each_element(rows: PackedRows, eqn: Eqn, x: Packed, shape: Shape) -> Row:

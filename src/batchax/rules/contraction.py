@@ -61,7 +61,7 @@ def _dot_general(
     both = lhs_axis is not None and rhs_axis is not None
     vectors = both and lhs.ndim == rhs.ndim == 2 and dimension_numbers == _OF_VECTORS
     alike = both and {params["preferred_element_type"] or lhs.dtype, rhs.dtype} == {lhs.dtype}
-    if vectors and alike and terms_pay(lhs, lhs_axis, (0,)):
+    if vectors and alike and terms_pay(lhs, [d for d in (0, 1) if d != lhs_axis]):
         (x, y), position = matched(axis, args, axes)
         return short_reduction("reduce_sum", lax.mul(x, y), position, (0,))
     if both and max(lhs.ndim, rhs.ndim) == 3:

@@ -29,6 +29,7 @@ from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, shift_dims
 from batchax.kernel.debug_nans import hide_from_debug_nans
 from batchax.kernel.interpreter import Place
+from batchax.kernel.named_axes import bind_varying
 from batchax.kernel.own_primitive import OF_OPERATIONS, declare, jvp_of, own_primitive
 from batchax.kernel.registry import reducing, reducing_rule, register_looking
 
@@ -37,7 +38,8 @@ _RESULTS = 2048  # of fewer, both ways take as long (the benchmark `vmap`, "dist
 short_reduction_p = declare("short_reduction", several=False)
 
 
-def _bind(of: str, x: Value, over: tuple[int, ...]) -> jax.Array:
+def reduce_as_terms(of: str, x: Value, over: tuple[int, ...]) -> jax.Array:
+    """Returns the reduction `of` these dimensions of an array, where it `pays`."""
     return short_reduction_p.bind(x, of=of, over=over)
 
 
@@ -71,7 +73,7 @@ def short_reduction(
     """Returns the reduction `of` dimensions `over` of one example, and where its lanes are."""
     assert position is not None  # a rule is called for what is batched
     dims = tuple(shift_dims(over, position))
-    return _bind(of, x, dims), position - sum(d < position for d in dims)
+    return reduce_as_terms(of, x, dims), position - sum(d < position for d in dims)
 
 
 def _jvp(
@@ -79,17 +81,17 @@ def _jvp(
 ) -> tuple[jax.Array, Any]:
     ((x,), (dx,)) = primals, tangents
     if isinstance(dx, ad.Zero):
-        out = _bind(of, x, over)
+        out = reduce_as_terms(of, x, over)
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     if _compat.fuses_reductions():
         # What surrounds the derivative is not known here.
         return _jvp_of_operations(primals, tangents, of=of, over=over)
-    out = _bind(of, x, over)
+    out = reduce_as_terms(of, x, over)
     if of == "reduce_sum":
-        return out, _bind(of, dx, over)
+        return out, reduce_as_terms(of, dx, over)
     # As JAX has it: elements equal to the extreme share its derivative evenly.
     at_best = lax.eq(x, jnp.broadcast_to(jnp.expand_dims(out, over), x.shape)).astype(x.dtype)
-    total = lambda x: _bind("reduce_sum", x, over)
+    total = lambda x: reduce_as_terms("reduce_sum", x, over)
     return out, lax.div(total(lax.mul(dx, at_best)), total(at_best))
 
 
@@ -103,7 +105,7 @@ def _compute(x: Value, *, of: str, over: tuple[int, ...]) -> jax.Array:
     return hide_from_debug_nans(lambda x: _compiled(of, x, over), (x,), of)
 
 
-_compiled = jax.jit(_bind, static_argnums=(0, 2))
+_compiled = jax.jit(reduce_as_terms, static_argnums=(0, 2))
 
 
 def _on_cpu(x: Value, *, of: str, over: tuple[int, ...]) -> jax.Array:
@@ -128,18 +130,23 @@ own_primitive(
 )
 
 
-def pays(x: Value, position: Position, over: Sequence[int]) -> bool:
-    """Whether `x` has few elements to reduce, and many results, of floats that a library takes."""
-    assert position is not None
+def pays(x: Value, dims: Sequence[int]) -> bool:
+    """Whether `x` has few elements along `dims`, and many results, of floats a library takes."""
     aval = jax.typeof(x)
     known = all(isinstance(n, int) for n in aval.shape)
     if not known or aval.dtype not in (np.float32, np.float64):
         return False
-    dims = shift_dims(over, position)
     count = math.prod(aval.shape[d] for d in dims)
     split = any(entry is not None for entry in aval.sharding.spec)
     many = math.prod(aval.shape) >= _RESULTS * count
     return count > 1 and is_short(aval, dims) and many and not split
+
+
+def reduce_few_or_many(eqn: Eqn, x: Value, axes: tuple[int, ...]) -> jax.Array:
+    """Returns what the reduction `eqn` computes of an array without lanes, along these axes."""
+    if eqn.primitive.name in SHORT and pays(x, axes):
+        return reduce_as_terms(eqn.primitive.name, x, axes)
+    return bind_varying(eqn, [x], **{**eqn.params, "axes": axes})[0]
 
 
 def _is_fused(place: Place | None) -> bool:
@@ -202,6 +209,7 @@ def reducing_few_or_many(primitive: _compat.Primitive) -> None:
         axis: Axis, args: Values, axes: Positions, /, *, place: Place | None = None, **params: Any
     ) -> tuple[Any, Any]:
         ((x,), (position,)) = args, axes
-        if not pays(x, position, params["axes"]) or _is_fused(place):
+        assert position is not None  # a rule is called for what is batched
+        if not pays(x, shift_dims(params["axes"], position)) or _is_fused(place):
             return whole(axis, args, axes, **params)
         return short_reduction(primitive.name, x, position, params["axes"])

@@ -24,6 +24,7 @@ from batchax.rows.sizes import Dim, Shape, is_symbolic
 from batchax.rows.thin_products import small_operand, thin_product
 from batchax.rules.elementwise import UNARY
 from batchax.rules.masking import is_inexact
+from batchax.rules.reductions import reduce_few_or_many
 
 _KEEP_FILL = frozenset("convert_element_type copy neg real stop_gradient abs sign".split())
 
@@ -80,7 +81,9 @@ def _reduce(
     # Of equal elements the first counts for `argmax`, and padding is last. Running sums are not
     # changed by what is behind, but with `reverse` padding comes first.
     kind = re.sub("^(reduce_|arg|cum)", "", op.eqn.primitive.name)
-    return op.bind(op.filled(x, NEUTRAL[kind](op.eqn.invars[0].aval.dtype), axes or (axis,)))
+    value = op.filled(x, NEUTRAL[kind](op.eqn.invars[0].aval.dtype), axes or (axis,))
+    # Packed, a row is as long as all are.
+    return reduce_few_or_many(op.eqn, value, axes) if axes else op.bind(value)
 
 
 @padded_rule(fact="reduces")
