@@ -316,3 +316,17 @@ def _much_is_held():
     pages = int((own / "statm").read_text().split()[1])
     mappings = (own / "maps").read_text().count("\n")
     return pages * os.sysconf("SC_PAGE_SIZE") > 3 * 2**30 or mappings > 30_000
+
+
+@pytest.fixture
+def next_derivatives():
+    """The implementations that JAX will use for custom derivatives and ``jax.checkpoint``."""
+    options = ["jax_custom_vjp3", "jax_remat3", "jax_custom_jvp3"]
+    before = {name: getattr(jax.config, name) for name in options if hasattr(jax.config, name)}
+    try:
+        for name in before:
+            jax.config.update(name, True)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

@@ -312,7 +312,7 @@ def test_of_no_lanes_there_is_no_extreme(options):
         (
             lambda x, y: np.sin(y["a"]),
             "TracerArrayConversionError",
-            "Use jax.numpy, or call NumPy by",
+            "Use jax.numpy (`jax.numpy.asarray(array)[i]` for an index), or call NumPy by",
         ),
         (lambda x, y: float(y["a"][0]), "ConcretizationTypeError", "functions of jax.numpy"),
     ],

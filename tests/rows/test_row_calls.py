@@ -11,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 import batchax as bx
 from batchax.errors import UnsupportedError
 
+from support.high_operations import OLD
 from support.oracle import shares
 from support.rows import check_rows, check_rows_of_all, chosen, ragged
 
@@ -38,6 +39,18 @@ def _(primals, tangents):
     # Not the derivative: that the rule is used, and takes the mean over its own row, must show.
     (x,), (t,) = primals, tangents
     return scaled_logarithm(x), t / x * jnp.mean(x)
+
+
+@jax.custom_jvp
+def scaled_mantissa(x):
+    return jnp.frexp(x)[0]
+
+
+@scaled_mantissa.defjvp
+def _(primals, tangents):
+    # `frexp` calls `ldexp` with tangents, which takes bits apart.
+    out, dot = jax.jvp(lambda x: jnp.frexp(x)[0], primals, tangents)
+    return out, dot * jnp.mean(primals[0])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -155,6 +168,7 @@ BOTH = {
     "checkpoint, differentiated": of_gradient(jax.checkpoint(lambda x: jnp.sin(x).mean(0) * x)),
     "jvp rule": scaled_logarithm,
     "jvp rule, differentiated": of_gradient(scaled_logarithm),
+    "jvp rule that is linear by an object on JAX 0.12": scaled_mantissa,
     "jvp rule for a function": lambda x: applied(jnp.sin, x),
     "jvp rule with both moving": lambda x: product(x, jnp.sin(x)),
     "jvp rule, first zero": lambda x: product(jnp.ones((x.shape[0], 3)), x),
@@ -194,6 +208,11 @@ REVERSE = {
 
 def test_a_reverse_rule_acts_on_a_row_as_if_alone():
     check_all(REVERSE, ragged(3, lengths=(3, 1, 2, 3)), modes=("vjp",))
+
+
+def test_the_next_derivatives_of_a_row(next_derivatives):
+    fun = lambda x: (running_product(x), with_symbolic_zeros(x, jnp.exp(x)), scaled_logarithm(x))
+    check(fun, ragged(3, lengths=(3, 1, 2, 3)), modes=("vjp",))
 
 
 def test_a_reverse_rule_gives_shared_weights_nothing_from_padding():
@@ -246,7 +265,15 @@ def test_a_derivative_rule_that_needs_a_length_as_a_number(kind, change):
 
 
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
-def test_a_rule_that_closes_over_a_value_of_the_row_is_refused_with_the_way_out(kind):
+@pytest.mark.parametrize("flags", ["", "next"])
+def test_a_rule_that_closes_over_a_value_of_the_row_is_refused_with_the_way_out(
+    kind, flags, request
+):
+    if flags:
+        if OLD and kind == "vjp":
+            pytest.skip("JAX 0.10 refuses it itself")
+        request.getfixturevalue("next_derivatives")
+
     def row(x):
         mean = x.mean(0)
         if kind == "jvp":
@@ -262,6 +289,25 @@ def test_a_rule_that_closes_over_a_value_of_the_row_is_refused_with_the_way_out(
     loss = jax.jit(lambda data: bx.vmap(row, layout="padded")(x.with_data(data)).data.sum())
     with pytest.raises(UnsupportedError, match="Pass the value as an argument"):
         jax.grad(loss)(x.data)
+
+
+@pytest.mark.parametrize("kind", ["jvp"] if OLD else ["jvp", "function"])
+def test_the_next_derivatives_of_what_closes_over_a_number_of_the_row(kind, next_derivatives):
+    def row(x):
+        scale = jnp.sin(2.0)
+        if kind == "jvp":
+            double = jax.custom_jvp(lambda y: y * 2)
+            double.defjvp(lambda p, t: (p[0] * 2, t[0] * p[0] * scale))
+        else:
+            double = jax.custom_vjp(lambda y: y * scale)
+            double.defvjp(lambda y: (y * 2, y), lambda kept, ct: (ct * kept,))
+        return double(x)
+
+    x = ragged(3, poison=False)
+    loss = lambda data: bx.vmap(row)(x.with_data(data)).data.sum()
+    alone = jax.grad(lambda row_: row(row_).sum())
+    for got, own in zip(x.with_data(jax.jit(jax.grad(loss))(x.data)).rows(), x.rows(), strict=True):
+        np.testing.assert_allclose(got, alone(own), rtol=1e-5)
 
 
 @bx.custom_vmap

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import batchax as bx
 from batchax.rows.run import Dealt, kept_on_devices
@@ -34,7 +35,7 @@ def _sum_of_powers(x):
     return sum(x[i] ** (i + 1) for i in range(len(x)))
 
 
-@pytest.mark.parametrize(
+by_length = pytest.mark.parametrize(
     "fun",
     [
         lambda x: jnp.linalg.svd(x, full_matrices=False)[1].sum(),
@@ -43,9 +44,34 @@ def _sum_of_powers(x):
     ],
     ids=["padding is not exact", "the length is a number", "a comparison"],
 )
+
+
+@by_length
 @pytest.mark.each_commit(2)
 def test_each_device_has_a_program_for_each_length(fun):
     check(fun, ragged(3, lengths=LENGTHS, spare=0), ways={"": {}, "chunks": {"batch_size": 1}})
+
+
+@by_length
+@pytest.mark.parametrize("options", [{}, {"mesh": "all"}], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.each_commit(2)
+def test_a_program_for_each_length_on_a_mesh_that_is_set(kind, options, fun):
+    """The rows were made before, so their types carry no mesh."""
+    mesh, x = jax.make_mesh((4,), ("d",), axis_types=(kind,)), ragged(3, lengths=LENGTHS, spare=0)
+    scale = jnp.asarray(3.0)
+    batched = bx.vmap(lambda x, scale: fun(x) * scale, (0, None), **options)
+    loss = lambda data, scale: batched(x.with_data(data), scale).sum()
+    alone = [
+        jax.value_and_grad(lambda x, scale: fun(x).sum() * scale, (0, 1))(row, scale)
+        for row in x.rows()
+    ]
+    with jax.set_mesh(mesh):
+        for call in (batched, jax.jit(batched)):
+            same(np.sum(call(x, scale)), np.sum([value for value, _ in alone]))
+        own, shared = jax.jit(jax.grad(loss, (0, 1)))(x.data, scale)
+    same(x.with_data(own).rows(), [gradient for _, (gradient, _) in alone])
+    same(shared, np.sum([gradient for _, (_, gradient) in alone]))
 
 
 def test_devices_have_programs_for_the_lengths_that_there_are():

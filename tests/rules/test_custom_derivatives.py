@@ -464,20 +464,6 @@ def test_a_jitted_function_is_traced_again(ways, refuses):
             gradient(vmap, argnums, size)
 
 
-@pytest.fixture
-def next_derivatives():
-    """The implementations that JAX will use for custom derivatives and ``jax.checkpoint``."""
-    options = ["jax_custom_vjp3", "jax_remat3", "jax_custom_jvp3"]
-    before = {name: getattr(jax.config, name) for name in options if hasattr(jax.config, name)}
-    try:
-        for name in before:
-            jax.config.update(name, True)
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-
-
 def test_a_shared_output_with_the_next_derivatives(next_derivatives):
     # The cotangent of an output that all lanes share is counted once, however rules are given.
     product_and_square = lambda: jax.custom_vjp(lambda x, y: (x * y, y**2))

@@ -11,6 +11,7 @@ from jax import lax
 from jax._src.config import _check_vma as check_vma
 from jax._src.distributed import global_state
 from jax.interpreters import mlir
+from jax.sharding import AxisType
 
 from batchax._compat.jaxprs import is_reference
 from batchax._compat.types import Aval, Value
@@ -41,6 +42,16 @@ def varying_alike(xs: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
     """Casts `xs` to vary over every mesh axis that any of them, or of `like`, varies over."""
     axes = frozenset().union(*(varying_axes(jax.typeof(x)) for x in (*xs, *like)))
     return [varying_over(x, axes) for x in xs]
+
+
+def on_mesh_in_scope(x: Value) -> Value:
+    """Gives an array the mesh with Explicit axes that is set, if its type carries none."""
+    # JAX writes a part into an array only if both carry the same.
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types or not jax.typeof(x).sharding.mesh.empty:
+        return x
+    spec = jax.sharding.PartitionSpec(*[None] * x.ndim)
+    return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec))
 
 
 def varying_over(x: Value, axes: frozenset[Hashable]) -> Value:

@@ -199,12 +199,20 @@ def as_made_by_default(prim: HighOperation) -> Callable[..., list[Any]] | None:
     return call
 
 
+def _base_of_objects() -> Any:
+    return getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive
+
+
+def has_transpose(prim: HighOperation) -> bool:
+    """Returns whether the author of an operation gave it a transpose."""
+    return type(prim).transpose is not _base_of_objects().transpose
+
+
 def by_reverse_rule(prim: HighOperation) -> Callable[..., list[Any]] | None:
     """Rebuilds an operation with a reverse rule only as a ``custom_vjp`` function."""
     # Programs are differentiated in forward mode before they are transposed, for which the object
     # has no ``jvp``. A ``custom_vjp`` function stays intact until then.
-    base: Any = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive
-    kind = type(prim)
+    base, kind = _base_of_objects(), type(prim)
     by_values = _has_logs(prim) or kind.vjp_bwd is base.vjp_bwd
     if kind.__name__ == "VmapOf" and "prim" in prim.params:
         return _batched_by_reverse_rule(prim)

@@ -274,7 +274,8 @@ _INSTEAD = {
     ),
     jax.errors.TracerArrayConversionError: (
         "NumPy, and other code that takes NumPy arrays, need",
-        "jax.numpy, or call NumPy by jax.pure_callback",
+        "jax.numpy (`jax.numpy.asarray(array)[i]` for an index), or call NumPy by "
+        "jax.pure_callback",
     ),
     jax.errors.ConcretizationTypeError: (
         "`float`, `int`, a shape, and other Python computations need",

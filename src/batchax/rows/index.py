@@ -50,7 +50,7 @@ def row_places(lengths: Value, capacity: int, bound: int, starts: Value | None =
     `starts`; None is for padded rows that follow one another. Elements of no row have row B, and a
     place beyond the last.
     """
-    operands = [lengths] if starts is None else [lengths, starts]
+    operands = [_compat.on_mesh_in_scope(x) for x in (lengths, starts) if x is not None]
     return row_places_p.bind(*_compat.varying_alike(operands), capacity=capacity, bound=bound)
 
 

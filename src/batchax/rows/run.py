@@ -407,8 +407,7 @@ class InRows(Strategy):
         """The error for known lengths; else the outputs by a branch for each length, or raises."""
         if lengths_known:
             return error
-        movable = self.shards is None or not call.tells_of_mesh
-        if self.options.layout == Layout.AUTO and movable:
+        if self.options.layout == Layout.AUTO:
             outs = run_specialized(call, self.chunking, error, self.shards)
             if not isinstance(outs, Exception):
                 return outs

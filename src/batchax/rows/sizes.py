@@ -74,6 +74,8 @@ class Sizes:
     limited: list[Limited] = field(default_factory=list)
     # Whether the program may be one that is recomputed, and finds what was found.
     again: bool = False
+    # Whether objects of JAX run as the operations they stand for, because their transpose is known.
+    expands_objects: bool = False
     # How large sizes that the program finds are, where that is known.
     at_most: Mapping[str, int] = field(default_factory=dict)
     # How many elements their conditions have that are true, where that was counted before.

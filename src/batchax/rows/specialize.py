@@ -26,7 +26,7 @@ from batchax.analysis.canonical_form import same_results
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs
 from batchax.execution.chunked import Chunking
-from batchax.execution.devices.shards import Shards
+from batchax.execution.devices.shards import Shards, is_sharded, with_whole_axis
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs, place
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Value
@@ -184,18 +184,22 @@ def _switched(
         place_for_lengths(axis, output, result.shape, alike)
         for output, result, alike in zip(outputs.described, results, same, strict=True)
     ]
-    branches = [_branch(part.run(call, lengths), results) for part in parts]
+    stages_again = shards is not None and call.tells_of_mesh
     which = np.repeat(np.arange(len(parts), dtype=np.int32), [len(p.numbers) for p in parts])
 
     def padded_row(*values: Value) -> tuple[list[Any], FlatOutputs]:
         own, arrays = values[: len(sizes)], values[len(sizes) :]
         place = lengths.place(own)
         branch = place if each else jnp.asarray(which)[place]
+        # On each device, where types tell of another mesh.
+        own_parts = _staged_again(parts, call, arrays) if stages_again else parts
+        branches = [_branch(part.run(call, lengths), results) for part in own_parts]
         return lax.switch(branch, branches, own, arrays), replace(outputs, described=placed)
 
     with _compat.named_scope(axis.name, axis.size):
         rows = Call(replace(axis, name=None), padded_row, _padded_arguments(call))
         outs, _ = execute_as_arrays(rows, chunking, shards)
+    outs = [with_whole_axis(x, 0) if is_sharded(x, 0) else x for x in outs]
     return [
         result.packed(x)
         if has_symbols(result.shape)
@@ -358,6 +362,28 @@ class _Part:
             return eval_jaxpr(program.jaxpr, program.consts, *given)
 
         return run
+
+
+def _staged_again(parts: Sequence[_Part], call: RowCall, arrays: Sequence[Any]) -> list[_Part]:
+    """These parts, of programs that are staged where a row is, whose `arrays` it has."""
+    mapped = [
+        m if own else replace(m, value=x, axis=None)
+        for x, (m, own) in zip(arrays, call.arguments, strict=True)
+    ]
+    call = replace(call, mapped=mapped)
+    lengths, again = AllLengths(call.sizes), []
+    for part in parts:
+        if part.staged is not None:
+            single = len(part.numbers) == 1
+            own = (
+                _single_parts(call, lengths, part.numbers)
+                if single
+                else _parts_of_many(call, part.numbers)
+            )
+            assert not isinstance(own, Exception)
+            (part,) = own
+        again.append(part)
+    return again
 
 
 def _at_length(aval: Aval, length: int) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
+from jax.core import Tracer, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
@@ -25,7 +25,7 @@ from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.evaluate import bind_equation
 from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
-from batchax.kernel.own_primitive import tangents_of
+from batchax.kernel.own_primitive import tangents_of, transposed
 from batchax.rows.padded import (
     CannotPad,
     Operation,
@@ -261,10 +261,10 @@ def _linear(
 
         return run
 
-    ahead = for_rows(forward, [v.aval.shape for v in op.eqn.invars[count:]])
-    back = for_rows(transpose, [v.aval.shape for v in op.eqn.outvars])
-    linear = arrays(rows[count:], [v.aval for v in op.eqn.invars[count:]])
-    return linear_with_transpose(ahead, back, values, linear)
+    types = forward.in_avals[count:]
+    ahead = for_rows(forward, [aval.shape for aval in types])
+    back = for_rows(transpose, [aval.shape for aval in forward.out_avals])
+    return linear_with_transpose(ahead, back, values, arrays(rows[count:], types))
 
 
 @padded_rule("cond")
@@ -524,39 +524,74 @@ def _custom_jvp(
 def _described_by_object(op: Operation, *rows: Row, _prim: object) -> list[Value] | list[Row]:
     # Its rules know nothing of rows. What it stands for is made of ordinary operations, whose
     # derivative need not be its own: `jnp.frexp` takes bits apart.
-    body = expanded(_prim, [v.aval for v in op.eqn.invars])
-    if not any(map(is_inexact, body.out_avals)):
+    types = [v.aval for v in op.eqn.invars]
+    function = _compat.as_made_by_default(_prim) or _compat.by_reverse_rule(_prim)
+    if function is not None:  # as JAX has functions with derivative rules by default
+        body = _compat.stage(function, types)
+        return run_padded(op.sizes, body.jaxpr, body.consts, rows)
+    body = expanded(_prim, types)
+    if op.sizes.expands_objects or not any(map(is_inexact, body.out_avals)):
         return run_padded(op.sizes, body.jaxpr, body.consts, rows)
     call, values = SizedCall.of(op, rows)
     op, count = call.op, len(rows)
-    types = [v.aval.to_tangent_aval() for v in op.eqn.invars]
-    moving, of = (
-        [k for k, aval in enumerate(avals) if is_inexact(aval)] for avals in (types, body.out_avals)
-    )
-
-    def both(*xs: Value) -> list[Any]:
-        bind = lambda *xs: list(bind_equation(op.eqn, xs))
-        outs, dots = tangents_of(bind, xs[:count], moving, xs[count:], of)
-        return [*outs, *dots]
+    of = [k for k, aval in enumerate(body.out_avals) if is_inexact(aval)]
 
     def rule(values: Values, tangents: Values) -> tuple[list[Value], list[Value]]:
         inner, rows = call.opened(values)
-        dots = call.zeros(call.for_each(tangents, None), types, symbolic=False)
+        dots = call.for_each(tangents, None)
+        # What a function closes over must not move: some objects have no derivative by that.
+        moving = [i for i, t in enumerate(dots) if not isinstance(t, SymbolicZero | None)]
+
+        def both(*xs: Value) -> list[Any]:
+            bind = lambda *xs: list(bind_equation(op.eqn, xs))
+            outs, moved = tangents_of(bind, xs[:count], moving, xs[count:], of)
+            return [*outs, *moved]
+
         try:
-            given = [v.aval for v in op.eqn.invars] + [types[i] for i in moving]
-            rule = _compat.stage(both, given)
+            rule = _compat.stage(both, [*types, *(types[i].to_tangent_aval() for i in moving)])
         except (NotImplementedError, TypeError, ValueError):
             why = "it has no derivative for rows of any length."
             raise UnsupportedError(str(op.reject(why))) from None
+        call.constants(rule.consts)
         given = [*rows, *(Row(dots[i], rows[i].shape) for i in moving)]
         results = arrays(run_inside(inner.sizes, rule, given), rule.out_avals)
         outs, made = results[: len(body.out_avals)], iter(results[len(body.out_avals) :])
         zero = lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval())
         return outs, [next(made) if k in of else zero(x) for k, x in enumerate(outs)]
 
-    function: Any = jax.custom_jvp(functools.partial(call.run, body))
+    function = jax.custom_jvp(functools.partial(_run_object, call, body))
     function.defjvp(rule, symbolic_zeros=True)
     return function(*values)
+
+
+def _run_object(call: SizedCall, body: ClosedJaxpr, *values: Value) -> list[Any]:
+    """Runs the operations that an object of JAX stands for, with the transpose of the object.
+
+    JAX transposes what a derivative rule calls with tangents. The operations need not have a
+    transpose: those of `jnp.ldexp` take bits apart.
+    """
+    op, rows = call.opened(values)
+    types = [v.aval for v in op.eqn.invars]
+    linear = [i for i, aval in enumerate(types) if is_inexact(aval)]
+    if not _compat.has_transpose(op.eqn.params["_prim"]) or len(linear) != 1:
+        return call.run(body, *values)
+    order = [*(i for i in range(len(types)) if i not in linear), *linear]
+    given, n = [types[i] for i in order], len(types) - 1
+
+    def ahead(*xs: Value) -> list[Any]:
+        return eval_jaxpr(body.jaxpr, body.consts, *(xs[order.index(i)] for i in range(n + 1)))
+
+    def back(*xs: Value) -> list[Any]:
+        bind = lambda *xs: list(bind_equation(op.eqn, xs))
+        return transposed(bind, xs[:n], linear, given[n:], range(len(xs) - n))(xs[n:])
+
+    try:
+        transpose = _compat.stage(back, [*given[:n], *body.out_avals])
+    except (NotImplementedError, TypeError, ValueError):  # it is not linear
+        return call.run(body, *values)
+    op = replace(op, sizes=replace(op.sizes, expands_objects=True))  # also those of the transpose
+    forward = _compat.stage(ahead, given)
+    return _linear(op, *(rows[i] for i in order), forward=forward, transpose=transpose, count=n)
 
 
 @padded_rule("custom_vjp_call", "custom_vjp_call_jaxpr")
