@@ -13,7 +13,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.divergence.compact import Compact
-from batchax.divergence.option import check_divergence, lanes_at_a_time
+from batchax.divergence.runner import check_divergence, lanes_at_a_time
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
 from batchax.frontend.arguments import array_inside

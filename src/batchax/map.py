@@ -21,7 +21,7 @@ from batchax.datasets.run import How, Report, check_batch_size, check_key, of_th
 from batchax.datasets.store import kind_of
 from batchax.datasets.units import Policy, Streak
 from batchax.divergence.compact import Compact
-from batchax.divergence.option import resolved
+from batchax.divergence.runner import resolved
 from batchax.errors import ArgumentTypeError, StorageError, UnsupportedError
 from batchax.frontend.options import (
     check_callable,

@@ -13,7 +13,7 @@ from batchax.datasets.pipeline import Batches, of_sources, of_streams
 from batchax.datasets.row_function import RowFunction, fitting, program_of
 from batchax.datasets.run import check_batch_size, check_key, of_this_process
 from batchax.divergence.compact import Compact
-from batchax.divergence.option import resolved
+from batchax.divergence.runner import resolved
 from batchax.errors import UnsupportedError
 from batchax.frontend.in_axes import check_in_axes
 from batchax.frontend.options import (

@@ -14,7 +14,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.progress import Steps, find_progress
 from batchax.execution.steps import ScanProgram, run_scan, run_until
-from batchax.frontend.advice import named_in_errors
+from batchax.frontend.advice import advise
 from batchax.frontend.arguments import (
     Mapped,
     MappedRows,
@@ -192,19 +192,22 @@ def scan(
                     "scan reads references along axis 0. Pass None in in_axes for it, and index "
                     "it in the step."
                 )
-        advised = named_in_errors(fun, flat.mapped, flat.shared, STEPS.each)
-        with advised, _compat.name_stack_extended("scan"):
-            tested, staged, outputs, carry = settle(stage, carry)
-            check_types(fun, keys, carry, staged.out_avals)
-            staged, places, once = _parted(staged, outputs, carry, xs, x_axes)
-            if tested is None:
-                (body,), consts = _compat.hoist_constants(staged)
-                how = watched, bool(reverse), _written_out(unroll, steps)
-                program = ScanProgram(body, n_carry, x_axes, places, *how)
-                outs = run_scan(program, consts, carry, xs)
-            else:
-                how = watched, bool(reverse)
-                outs = run_until(tested, staged, carry, xs, x_axes, places, *how)
+        try:
+            with _compat.name_stack_extended("scan"):
+                tested, staged, outputs, carry = settle(stage, carry)
+                check_types(fun, keys, carry, staged.out_avals)
+                staged, places, once = _parted(staged, outputs, carry, xs, x_axes)
+                if tested is None:
+                    (body,), consts = _compat.hoist_constants(staged)
+                    how = watched, bool(reverse), _written_out(unroll, steps)
+                    program = ScanProgram(body, n_carry, x_axes, places, *how)
+                    outs = run_scan(program, consts, carry, xs)
+                else:
+                    how = watched, bool(reverse)
+                    outs = run_until(tested, staged, carry, xs, x_axes, places, *how)
+        except Exception as error:
+            advise(error, fun, flat.mapped, flat.shared, STEPS.each)
+            raise
         ys = iter(outs[n_carry:])
         each = [next(ys) if k not in once else once[k] for k in range(len(outputs.described))]
         return jax.tree.unflatten(structure, outs[:n_carry]), outputs.rebuild(each)

@@ -12,23 +12,26 @@ import jax
 
 from batchax import _compat
 from batchax.divergence.compact import Compact
-from batchax.divergence.option import (
-    check_divergence,
-    diverging,
-    is_explicit,
-    lanes_at_a_time,
-    parted,
-)
+from batchax.divergence.runner import check_divergence, is_explicit, lanes_at_a_time, runner_of
 from batchax.errors import ArgumentTypeError
-from batchax.execution.call import Call, apply_passes, check_not_shared, execute, mapped_as_values
-from batchax.execution.chunked import find_chunking
-from batchax.execution.devices.placing import find_mesh
+from batchax.execution.call import (
+    Call,
+    Pass,
+    apply_passes,
+    check_not_shared,
+    execute,
+    mapped_as_values,
+)
+from batchax.execution.chunked import Chunking, find_chunking
+from batchax.execution.devices.placing import OnMesh, find_mesh
 from batchax.execution.devices.processes import call_of_all
+from batchax.execution.devices.shards import Shards
 from batchax.execution.eager import error_of_a_lane, is_out_of_memory
 from batchax.execution.on_devices import chunk_lanes, infer_mesh_from_arguments, shard_lanes
-from batchax.frontend.advice import named_in_errors
+from batchax.frontend.advice import advise
 from batchax.frontend.arguments import (
     FlatArguments,
+    LaneIndices,
     MappedRows,
     check_axis_name,
     check_axis_size,
@@ -52,10 +55,11 @@ from batchax.frontend.outputs import (
     check_out_axes,
     flatten_outputs,
 )
-from batchax.frontend.rows import find_row_options
+from batchax.frontend.rows import RowOptions, find_row_options
 from batchax.jaxprs.types import AxesTree, Tree, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
+from batchax.kernel.named_axes import are_on_a_mesh
 
 if TYPE_CHECKING:
     from batchax.rows.buckets import Buckets
@@ -229,46 +233,32 @@ def vmap(
         continues with smaller chunks.
     """
     check_callable("vmap", "a function of one example", fun)
-    check_in_axes(fun, in_axes)
-    check_out_axes(out_axes)
-    check_axis_name(axis_name)
-    check_axis_size(axis_size)
-    check_flags(sum_match=sum_match)
-    spmd_axis_name = mesh_axis_names(spmd_axis_name)
-    # Imported here, since importing batchax would be slower with it.
-    from batchax.rows.dynamic_sizes import with_sizes_found
-    from batchax.rows.run import in_rows
-
-    check_divergence(divergence)
-    batch_size = lanes_at_a_time(divergence, batch_size)
-    rows = find_row_options(layout, buckets, batch_size)
-    check_small_matrices(small_matrices)
-    chunking = find_chunking(fun, batch_size, memory_limit, residuals, progress)
-    some_at_a_time = chunking is not None or is_explicit(divergence)
-    on_mesh = find_mesh(mesh)
-    spread = on_mesh is not None
-    if on_mesh is not None and spmd_axis_name is not None:
-        raise ArgumentTypeError(
-            "mesh and spmd_axis_name both set the devices of lanes. Remove spmd_axis_name."
-        )
-
-    said = dict(
+    options = dict(
         in_axes=in_axes, out_axes=out_axes, axis_name=axis_name, axis_size=axis_size,
         sum_match=sum_match, batch_size=batch_size, residuals=residuals, divergence=divergence,
         small_matrices=small_matrices, layout=layout, buckets=buckets, progress=progress,
+        memory_limit=memory_limit, spmd_axis_name=spmd_axis_name, mesh=mesh,
     )  # fmt: skip
+    # An option that is not given is not checked, and has no stage.
+    given = {name: x for name, x in options.items() if x is not _USUAL[name]}
+    if "in_axes" in given:
+        check_in_axes(fun, in_axes)
+    if "out_axes" in given:
+        check_out_axes(out_axes)
+    stages = _stages(fun, {**_USUAL, **given}) if given.keys() - _AXES else _PLAIN
 
     @wraps(fun)
     @_compat.api_boundary
     def batched(*args: Tree, **kwargs: Tree) -> Tree:
         flat = flatten_arguments(
-            fun, in_axes, args, kwargs, on_mesh=some_at_a_time or spread, spread=spread
+            fun, in_axes, args, kwargs, on_mesh=stages.is_apart, spread=stages.mesh is not None
         )
-        given = {"args": args, "kwargs": kwargs}
         try:
-            if on_mesh is None:
+            if stages.mesh is None:
                 return batch(flat)
-            with call_of_all(on_mesh.devices[0], fun, given, flat.mapped, said) as (mapped, own):
+            arguments, devices = {"args": args, "kwargs": kwargs}, stages.mesh.devices[0]
+            alike = {name: x for name, x in options.items() if name not in _OF_PROCESSES}
+            with call_of_all(devices, fun, arguments, flat.mapped, alike) as (mapped, own):
                 return batch(replace(flat, mapped=mapped), own)
         except jax.errors.JaxRuntimeError as failed:
             if is_out_of_memory(failed):
@@ -280,58 +270,116 @@ def vmap(
             raise error from None
 
     def batch(flat: FlatArguments, own: Sequence[range] = ()) -> Tree:
-        size = find_axis_size(flat.mapped, axis_size)
-        values = [m.value for m in flat.mapped]
-        shards = None if on_mesh is None else on_mesh.shards(size, values, own)
-        no_mesh = None, None
-        mesh_axis, mesh = no_mesh if shards else find_mesh_axis(flat.mapped, spmd_axis_name)
-        spmd = None if mesh_axis is not None else spmd_axis_name
-        divergent = parted(divergence, values, spread=shards is not None)
-        columns = any(m.axis for m in flat.mapped)
+        mapped = flat.mapped
+        size = find_axis_size(mapped, axis_size)
+        values = [m.value for m in mapped]
+        shards = None if stages.mesh is None else stages.mesh.shards(size, values, own)
+        typed = are_on_a_mesh(values)
+        mesh_axis, mesh = None, None
+        if typed and not shards:
+            mesh_axis, mesh = find_mesh_axis(mapped, stages.spmd_axis_name)
+        spmd = None if mesh_axis is not None else stages.spmd_axis_name
+        divergent = runner_of(divergence, values, spread=shards is not None)
+        columns = bool({m.axis for m in mapped} - {None, 0})
         axis = Axis(
             size, axis_name, spmd, mesh_axis, divergent, None, small_matrices, False, columns, mesh
         )
-        mapped = with_lane_indices(flat.mapped, axis)
+        kinds = set(map(type, mapped))
+        if LaneIndices in kinds:
+            mapped = with_lane_indices(mapped, axis)
 
-        def one_example(*examples: Value) -> tuple[list[Any], FlatOutputs]:
-            def traced() -> tuple[list[Any], FlatOutputs]:
-                example_args, example_kwargs = flat.rebuild(examples)
-                out = _compat.resolve_patched(fun)(*example_args, **example_kwargs)
-                return flatten_outputs(out, out_axes, size, sum_match=sum_match)
-
-            arrays, outputs = traced()
-            check_same(outputs.objects, lambda: traced()[1].objects)
+        def one_example(*examples: Value, again: bool = False) -> tuple[list[Any], FlatOutputs]:
+            example_args, example_kwargs = flat.rebuild(examples)
+            out = _compat.resolve_patched(fun)(*example_args, **example_kwargs)
+            arrays, outputs = flatten_outputs(out, out_axes, size, sum_match=sum_match)
+            if outputs.objects and not again:
+                check_same(outputs.objects, lambda: one_example(*examples, again=True)[1].objects)
             return arrays, outputs
 
+        def apart(call: Call) -> Call:
+            runner = runner_of(divergence, call.values, spread=True)
+            return replace(call, axis=replace(call.axis, divergence=runner))
+
         _compat.named_after(one_example, fun)
-        has_rows = any(isinstance(m, MappedRows) for m in mapped)
-        if not has_rows:
-            rows.check_used()
-        passes = [
-            *([in_rows(rows, shards, chunking)] if has_rows else []),
-            shard_lanes(shards),
-            *(
-                []
-                if some_at_a_time or spread
-                else [infer_mesh_from_arguments(diverging(divergence, True))]
-            ),
-            chunk_lanes(chunking),
-        ]
+        passes = []
+        if MappedRows in kinds:
+            passes.append(stages.in_rows(shards))
+        elif stages.rows is not None:
+            stages.rows.check_used()
+        if shards is not None:
+            passes.append(shard_lanes(shards))
+        if stages.is_apart:
+            passes.append(chunk_lanes(stages.chunking))
+        elif typed:
+            passes.append(infer_mesh_from_arguments(apart))
+        # Imported here, since importing batchax would be slower with it.
+        from batchax.rows.dynamic_sizes import with_sizes_found
+
         call = Call(axis, with_sizes_found(one_example), mapped)
-        write = lambda results: results
+        write = None
+        chunking = stages.chunking
         if shards is not None or (chunking is not None and chunking.applies_to(size)):
             check_not_shared(flat.shared)
             call, write = mapped_as_values(call)
-        with named_in_errors(fun, mapped, flat.shared, LANES.each):
-            outs, outputs = write(execute(apply_passes(passes, call)))
+        try:
+            results = execute(apply_passes(passes, call))
+            outs, outputs = results if write is None else write(results)
+        except Exception as error:
+            advise(error, fun, mapped, flat.shared, LANES.each)
+            raise
         if recording.is_on():
             types = [jax.tree.map(jax.typeof, x) for x in outs]
             recording.fact("outputs", described=outputs.described, types=types)
         return outputs.rebuild(outs)
 
-    rest = dict(memory_limit=memory_limit, spmd_axis_name=spmd_axis_name, mesh=mesh)
-    vars(batched)[_MADE_OF] = fun, said | rest
+    vars(batched)[_MADE_OF] = fun, options
     return cast(Any, batched)
+
+
+_USUAL = {name: p.default for name, p in inspect.signature(vmap).parameters.items()}
+_AXES = {"in_axes", "out_axes"}
+_OF_PROCESSES = {"memory_limit", "spmd_axis_name", "mesh"}  # may differ between processes
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Holds what a call passes through because of options; the defaults are a call without any."""
+
+    rows: RowOptions | None = None
+    chunking: Chunking | None = None
+    mesh: OnMesh | None = None
+    spmd_axis_name: tuple[Hashable, ...] | None = None
+    is_apart: bool = False  # whether lanes run in chunks, on devices, or compacted
+
+    def in_rows(self, shards: Shards | None) -> Pass:
+        # Imported here, since importing batchax would be slower with it.
+        from batchax.rows.run import in_rows
+
+        return in_rows(self.rows or RowOptions(), shards, self.chunking)
+
+
+_PLAIN = _Stages()
+
+
+def _stages(fun: Callable[..., Any], options: dict[str, Any]) -> _Stages:
+    """Checks options of `vmap` other than axes, and returns their stages."""
+    check_axis_name(options["axis_name"])
+    check_axis_size(options["axis_size"])
+    check_flags(sum_match=options["sum_match"])
+    spmd_axis_name = mesh_axis_names(options["spmd_axis_name"])
+    check_divergence(options["divergence"])
+    batch_size = lanes_at_a_time(options["divergence"], options["batch_size"])
+    rows = find_row_options(options["layout"], options["buckets"], batch_size)
+    check_small_matrices(options["small_matrices"])
+    how = (options[name] for name in ("memory_limit", "residuals", "progress"))
+    chunking = find_chunking(fun, batch_size, *how)
+    mesh = find_mesh(options["mesh"])
+    if mesh is not None and spmd_axis_name is not None:
+        raise ArgumentTypeError(
+            "mesh and spmd_axis_name both set the devices of lanes. Remove spmd_axis_name."
+        )
+    is_apart = chunking is not None or is_explicit(options["divergence"]) or mesh is not None
+    return _Stages(rows, chunking, mesh, spmd_axis_name, is_apart)
 
 
 _MADE_OF = "_batchax_made_of"
@@ -376,9 +424,7 @@ def find_vmap(fun: Callable[..., Any], in_axes: AxesTree = 0) -> VmapInside | No
             whole = within
         inner = within
     example, options = made
-    usual = inspect.signature(vmap).parameters
-    axes = "in_axes", "out_axes"
-    given = {k: v for k, v in options.items() if k in axes or v is not usual[k].default}
+    given = {k: v for k, v in options.items() if k in _AXES or v is not _USUAL[k]}
     return VmapInside(example, given, whole, whole is not fun, _made_by_vmap(whole) is not None)
 
 

@@ -9,7 +9,9 @@ into those that users run.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -30,13 +32,14 @@ from batchax.jaxprs.evaluate import (
     bind_equation,
     plan,
     rewritten,
+    values_of,
     variables_read,
     variables_used,
     walk,
 )
 from batchax.jaxprs.own_primitives import expanded, operations_of, shown
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Tree, Value, Var
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Tree, Value, Var
 
 _LOOP = "batchax_loop_"
 _NO_LOOP = "batchax_beside"
@@ -244,7 +247,9 @@ class Counted:
         counts: Value,
         more: Sequence[Var] = (),
     ) -> tuple[list[Any], Any]:
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        # An unused value may not have been computed.
+        env: dict[Any, Any] = defaultdict(lambda: None)
+        env.update(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         outvars = [*jaxpr.outvars, *more]
 
         def run_step(step: Step, operands: list[Any]) -> Sequence[Any]:
@@ -261,12 +266,9 @@ class Counted:
             outs, counts = self._open(eqn, operands, counts)
             return outs
 
-        def read(v: Atom) -> Value:
-            # An unused value may not have been computed.
-            return v.val if isinstance(v, Literal) else env.get(v)
-
-        walk(plan(jaxpr.eqns, outvars, _is_kept, self._reads), env, read, run_step)
-        return list(map(read, outvars)), counts
+        number = operator.attrgetter("val")
+        walk(plan(jaxpr.eqns, outvars, _is_kept, self._reads), env, number, run_step)
+        return values_of(outvars, env, number), counts
 
     def _open(self, eqn: Eqn, operands: list[Value], counts: Value) -> tuple[Sequence[Any], Any]:
         own = self._operations(eqn)

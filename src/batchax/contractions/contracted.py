@@ -34,7 +34,6 @@ from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.captured import MappedProgram, closed_over
 from batchax.kernel.debug_nans import checks_nans_here
 from batchax.kernel.inner import stage_function
-from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.registry import call_key
@@ -346,9 +345,7 @@ def run_adding(program: MappedProgram, added: Sequence[bool]) -> tuple[list[Any]
     ]
     # Factors are returned in place of the outputs, which are then dead code.
     changed = jaxpr.replace(outvars=[v for vs in inside for v in vs])
-    outs, positions = interpret(
-        program.axis, changed, program.staged.consts, program.args, program.axes
-    )
+    outs, positions = program.run_as(changed)
     each = iter(zip(outs, positions, strict=True))
     parts = [[next(each) for _ in vs] for vs in inside]
     results = [

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from jax.extend.core.primitives import scan_p
 
 from batchax import _compat
 from batchax.analysis.thresholds import ANY_MACHINE, TABLE, Thresholds, thresholds_here
+from batchax.config import config
 from batchax.divergence.bounded import TailCompaction, bounded_divergent, run_with_tail
 from batchax.divergence.branches import run_branches
 from batchax.divergence.compact import Compact
@@ -44,11 +45,16 @@ from batchax.divergence.policy import (
     Window,
     decide,
 )
+from batchax.errors import ArgumentTypeError
 from batchax.execution.bounded_loop import LoopSignature, as_while
-from batchax.jaxprs.types import ClosedJaxpr
+from batchax.frontend.options import is_word, not_one_of
+from batchax.jaxprs.error_format import show
+from batchax.jaxprs.types import ClosedJaxpr, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import AnyLoop, Axis, BoundedLoop, Branches, PlacedOutputs, WhileLoop
 from batchax.kernel.named_axes import any_uses_axis, may_be_spread, varying_of
+
+BatchSize = int | Literal["auto"] | None
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,6 @@ class Runner(Request):
     def explicit(self) -> bool:
         """Whether the user asked for lanes to run apart, whatever it costs."""
         return self.thresholds is not None and self.thresholds.explicit
-
-    def leaves(self, values: Sequence[Any]) -> bool:
-        """Whether lanes may be spread over devices: to move one would be to send it."""
-        return self.thresholds is not None and may_be_spread(values, self.thresholds.max_devices)
 
     def inside(self, recompiled: bool = False) -> Runner:
         """How lanes run inside a loop or a branch that lanes diverge in."""
@@ -236,6 +238,70 @@ class Runner(Request):
         return TailCompaction(
             replace(axis, name=None), plan.widths[-1], plan.patience, self.explicit
         )
+
+
+def runner_of(option: Any, values: Values, spread: bool = False) -> Runner | None:
+    """What the option `divergence` makes of lanes that diverge; None: they are masked.
+
+    It runs when a batched function is called, and not before: the default depends on the
+    device, and to ask for the device initializes JAX's backends.
+
+    Args:
+      option: one that `check_divergence` let pass.
+      values: the arguments.
+      spread: whether each of several devices runs its lanes separately.
+    """
+    option = resolved(option)
+    if isinstance(option, str):
+        if option in ("predicate", "serial"):
+            return None
+        option = Compact() if option == "compact" else None
+    runner = option if isinstance(option, Runner) else Runner.here(option)
+    thresholds = runner.thresholds
+    if spread or thresholds is None or thresholds.explicit:
+        return runner
+    # Where lanes may be spread over devices, to move one would be to send it.
+    return None if may_be_spread(values, thresholds.max_devices) else runner
+
+
+def check_divergence(option: object) -> None:
+    """Rejects values that the option `divergence` does not take.
+
+    Raises:
+      ArgumentTypeError: it is neither a word nor a `Compact`.
+      OptionError: it is another word.
+    """
+    if not (isinstance(option, Compact | Runner) or is_word(option, *_WORDS)):
+        raise not_one_of("divergence", option, *_WORDS, other="batchax.Compact(...)")
+
+
+def resolved(option: Any) -> Any:
+    """`option`, with what `batchax.config` says in the place of "auto"."""
+    return config.divergence if isinstance(option, str) and option == "auto" else option
+
+
+def is_explicit(option: object) -> bool:
+    """Whether the user asks for lanes to run apart, and does not leave it to batchax."""
+    return isinstance(option, Compact) or is_word(option, "compact")
+
+
+def lanes_at_a_time(option: object, batch_size: BatchSize) -> BatchSize:
+    """`batch_size`, which is 1 where lanes run sequentially.
+
+    Raises:
+      ArgumentTypeError: another number was passed.
+    """
+    if not is_word(option, "serial"):
+        return batch_size
+    if batch_size is not None and batch_size != 1:
+        raise ArgumentTypeError(
+            f'divergence="serial" runs one lane at a time, but batch_size is {show(batch_size)}. '
+            "Omit batch_size, or omit divergence."
+        )
+    return 1
+
+
+_WORDS = "auto", "predicate", "compact", "serial"
 
 
 def for_any_machine(option: object) -> Any:

@@ -38,14 +38,13 @@ from batchax.frontend.outputs import (
     OutputArray,
     as_array,
     check_unbatched,
-    is_added,
     place,
 )
 from batchax.jaxprs.evaluate import Inside, rewritten
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions
-from batchax.kernel.captured import MappedProgram, running
+from batchax.kernel.captured import MappedProgram
 from batchax.kernel.debug_nans import WHOLE, checks_nans_here, hide_from_debug_nans
 from batchax.kernel.inner import example_aval, remembered, stage_described
 from batchax.kernel.own_primitive import placeholder
@@ -126,15 +125,16 @@ class AllAtOnce(Strategy):
         return any(output.spec is None for output in call.described)
 
     def run(self, call: Call) -> tuple[list[Value], _Placed]:
-        values, positions, described = call.values, call.positions, call.described
+        values, positions, outputs = call.values, call.positions, call.outputs
         program = MappedProgram(call.axis, call.staged, values, positions, call.computes)
-        added = [is_added(output.spec) for output in described]
-        with running(program):
-            arrays, positions = run_adding(program, added)
+        if not outputs.added:
+            arrays, positions = program.run()
+            return arrays, _Placed(positions, ())
+        arrays, positions = run_adding(program, outputs.added)
         totals = [k for k, x in enumerate(arrays) if isinstance(x, DeferredContraction)]
         for k in totals:
             # Sums that consumed a contraction were deferred: they take all lanes here.
-            arrays[k] = arrays[k].of_all(described[k].spec.reduction)
+            arrays[k] = arrays[k].of_all(outputs.described[k].spec.reduction)
         return arrays, _Placed(positions, totals)
 
     def check(self, call: Call, said: Any) -> None:
@@ -184,11 +184,11 @@ class Call:
 
     @property
     def staged(self) -> ClosedJaxpr:
-        return self._program[0]
+        return (self.program or self._program)[0]
 
     @property
     def outputs(self) -> FlatOutputs:
-        return self._program[1]
+        return (self.program or self._program)[1]
 
     @property
     def described(self) -> Sequence[OutputArray]:
@@ -199,7 +199,7 @@ class Call:
         # A cached_property of Python 3.11 has one lock for all calls: a function that waits for a
         # thread in which another is staged would wait forever.
         if "found" not in self.__dict__:
-            self.__dict__["found"] = self.program or self._stage()
+            self.__dict__["found"] = self._stage()
         return self.__dict__["found"]
 
     def _stage(self) -> tuple[ClosedJaxpr, FlatOutputs]:
@@ -207,10 +207,9 @@ class Call:
         avals = [example_aval(self.axis, jax.typeof(m.value), m.axis) for m in given]
         paths = [m.path for m in given]
         staged, outputs = stage_described(self.axis, self.function, avals, paths)
-        added = [is_added(output.spec) for output in outputs.described]
-        positions = [m.axis for m in given]
-        # Sums over the batch may be factored out of contractions.
-        staged = factored(self.axis, staged, positions, added, self.given_traced)
+        if outputs.added:  # sums over the batch may be factored out of contractions
+            positions = [m.axis for m in given]
+            staged = factored(self.axis, staged, positions, outputs.added, self.given_traced)
         return recording.with_numbers(staged), outputs
 
     def with_program(self: Self) -> Self:
@@ -219,7 +218,7 @@ class Call:
 
     @property
     def given_traced(self) -> bool:
-        return any(isinstance(x, Tracer) for x in self.values)
+        return any(isinstance(m.value, Tracer) for m in self.mapped)
 
     @property
     def traced(self) -> bool:
@@ -273,21 +272,20 @@ def execute(call: Call) -> Outputs:
             lambda *values: strategy.run(call.with_values(values)), call.values, WHOLE
         )
     with _compat.name_stack_extended("vmap"):
-        if recording.is_on() or strategy.needs_program(call):
+        recorded = recording.is_on()
+        if recorded or strategy.needs_program(call):
             call = call.with_program()
+        if recorded:
             strategy.note(call)
         call = strategy.prepared(call)
         strategy = call.strategy
-        if strategy.passes_constants(call) and not recording.is_on():
+        if strategy.passes_constants(call) and not recorded:
             call = call.with_constants_passed()
-
-        def evaluate(*values: Value) -> tuple[list[Value], Any]:
-            return _evaluated(call, values)
-
         if strategy.hides:
-            arrays, said = hide_from_debug_nans(evaluate, call.values, WHOLE)
+            run = lambda *values: _evaluated(call.with_values(values))
+            arrays, said = hide_from_debug_nans(run, call.values, WHOLE)
         else:
-            arrays, said = evaluate(*call.values)
+            arrays, said = _evaluated(call)
         _raise_here(call, arrays)
         outs, outputs = strategy.finish(call, arrays, said)
     return list(map(as_array, outs)), outputs
@@ -309,19 +307,19 @@ def _raise_here(call: Call, arrays: Values) -> None:
         jax.block_until_ready(computed)
 
 
-def _evaluated(call: Call, values: Values) -> tuple[list[Value], Any]:
+def _evaluated(call: Call) -> tuple[list[Value], Any]:
     """Returns the arrays of a strategy, and its details on them."""
     strategy = call.strategy
     # If nothing is traced, operations would run as they are met. Tracing all of them first finds
     # errors before anything is computed, and the program can be cached.
     if not call.traced and strategy.stages_whole(call):
-        whole = _whole(call, values)
+        whole = _whole(call)
         strategy.check(call, whole.said)
         if (
             not checks_nans_here()
         ):  # at the results of the user's operations, which are those of `run`
-            return whole.run(*values), whole.said
-    arrays, said = strategy.run(call.with_values(values))
+            return whole.run(*call.values), whole.said
+    arrays, said = strategy.run(call)
     strategy.check(call, said)
     return arrays, said
 
@@ -334,14 +332,14 @@ class _Whole(NamedTuple):
     run: Callable[..., list[Any]]
 
 
-def _whole(call: Call, values: Values) -> _Whole:
+def _whole(call: Call) -> _Whole:
     strategy, cache = call.strategy, call.strategy.cache
 
     def run(*values: Value) -> tuple[list[Value], Any]:
         return strategy.run(replace(call.with_values(values), computes=True))
 
     def stage() -> _Whole:
-        program, said = _compat.stage_described(run, list(map(jax.typeof, values)))
+        program, said = _compat.stage_described(run, list(map(jax.typeof, call.values)))
         if strategy.compiles and not program.effects and not recording.is_on():
             return _Whole(program, said, compiled_whole(program))
         evaluate = functools.partial(eval_jaxpr, program.jaxpr, program.consts)

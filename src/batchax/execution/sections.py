@@ -52,7 +52,7 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in,
 from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis
-from batchax.kernel.captured import MappedProgram, closed_over, running
+from batchax.kernel.captured import MappedProgram, closed_over
 from batchax.kernel.differing import (
     differing_in,
     differing_through,
@@ -426,8 +426,7 @@ class _Chunk:
             return *self._of_one_example(values), index, real
         program = MappedProgram(axis, self.section, values, self.positions)
         added = [is_added(target.how) for target in self.targets]
-        with running(program):
-            return *run_adding(program, added), index, real
+        return *run_adding(program, added), index, real
 
     def _is_one_example(self, values: Values) -> bool:
         """Returns whether each chunk is one example that runs without an axis.

@@ -126,33 +126,30 @@ def may_be_key(x: Value) -> bool:
     return x.dtype == np.uint32 and x.shape in ((2,), (4,))
 
 
-@contextmanager
-def named_in_errors(
-    fun: Callable[..., Any], mapped: Sequence[_Mapped], shared: Sequence[SpecifiedLeaf], each: str
-) -> Iterator[None]:
-    """Puts advice on top of errors of a function of one example, while that runs.
+def advise(
+    error: Exception,
+    fun: Callable[..., Any],
+    mapped: Sequence[_Mapped],
+    shared: Sequence[SpecifiedLeaf],
+    each: str,
+) -> None:
+    """Puts advice on top of an error of a function of one example.
 
     Of what is `mapped` each has a path, a value and an axis; `shared` is not; `each` says for whom
     it is the same.
     """
-    try:
-        yield
-    except NameError as error:
+    if isinstance(error, NameError):
         if str(error).startswith("Found an unbound axis name") and error.args:
             error.args = (f"{_NO_NAME}{_SAYS}{error.args[0]}", *error.args[1:])
-        raise
-    except jax.errors.UnexpectedTracerError as error:
+    elif isinstance(error, jax.errors.UnexpectedTracerError):
         place = _compat.raised_at(error) or _compat.fun_sourceinfo(fun)
         short = escaped(name_of(fun), str(error), place)
         if short:
             error.args = (short,)
-        raise
-    except (
-        AttributeError,
-        TypeError,
-        ValueError,
-        jax.errors.NonConcreteBooleanIndexError,
-    ) as error:
+    elif isinstance(
+        error,
+        (AttributeError, TypeError, ValueError, jax.errors.NonConcreteBooleanIndexError),
+    ):
         top = (
             _batched_already(fun, error)
             or _rows_in_a_list(error, mapped)
@@ -167,12 +164,10 @@ def named_in_errors(
         if top and error.args and _SAYS not in str(error.args[0]):
             says = _SAYS if not isinstance(error, (AttributeError, AxisError)) else "\n"
             error.args = (f"{top}{says}{error.args[0]}", *error.args[1:])
-        raise
-    except Exception as error:
+    else:
         short = leaked(name_of(fun), str(error))
         if short:
             error.args = (short,)
-        raise
 
 
 @contextmanager

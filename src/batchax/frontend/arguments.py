@@ -293,7 +293,7 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: int | None, terms: Terms
                 f"{terms.size}."
             )
         return axis_size
-    if all(s == sizes[0] for s in sizes) and axis_size in (None, sizes[0]):
+    if sizes.count(sizes[0]) == len(sizes) and axis_size in (None, sizes[0]):
         return sizes[0]
     sized = [m for m in mapped if m.lanes is not None]
     # The size that most axes have is taken to be right, and the others are marked, except in a tie.
@@ -550,10 +550,10 @@ def _as_array(value: Value, path: str, on_host: bool) -> Value:
 
 def _in_range(mapped: Sequence[Mapped], terms: Terms) -> list[Mapped]:
     """Makes axes non-negative; raises AxisError with every axis that its array does not have."""
-    pairs = [(m, m.with_own_axis()) for m in mapped]
-    wrong = [m for m, own in pairs if own is None]
-    checked = [own for _, own in pairs if own is not None]
-    if wrong:
+    own = [m.with_own_axis() for m in mapped]
+    checked = [m for m in own if m is not None]
+    if len(checked) < len(mapped):
+        wrong = [m for m, right in zip(mapped, own, strict=True) if right is None]
         sizes = {n for m in checked if (n := m.lanes) is not None}
         lanes = sizes.pop() if len(sizes) == 1 else "n"
         raise AxisError(

@@ -134,6 +134,12 @@ class FlatOutputs:
     # outputs that are not arrays, with what messages call them
     objects: Sequence[tuple[str, Any]]
 
+    @property
+    def added(self) -> list[bool]:
+        """Returns which arrays are summed over lanes; empty if none is reduced."""
+        specs = [output.spec for output in self.described]
+        return list(map(is_added, specs)) if Reduce in map(type, specs) else []
+
 
 Described = Callable[..., tuple[list[Any], FlatOutputs]]
 """A flat function of one example: it returns arrays, and how to rebuild what they are of."""

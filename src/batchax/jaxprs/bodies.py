@@ -330,7 +330,8 @@ def programs_held(eqn: Eqn) -> list[Any]:
     """Lists the same, with their constants if the parameters hold these, too."""
     programs: list[Any] = []
     for value in eqn.params.values():
-        if type(value) not in _plain:  # as most are, of which there are many
+        kind = type(value)  # most are plain, or tuples of what is
+        if kind not in _plain and not (kind is tuple and _plain.issuperset(map(type, value))):
             _add_programs(value, programs)
     return programs
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import DropVar, Literal
@@ -33,17 +33,16 @@ def evaluate(
     """
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
+    steps = plan(jaxpr.eqns, jaxpr.outvars, keeps)
+    walk(steps, env, number, lambda step, operands: run_equation(step.eqn, operands))
+    return values_of(jaxpr.outvars, env, number)
 
-    def read(v: Atom) -> Any:
-        return number(v) if type(v) is Literal else env[v]
 
-    walk(
-        plan(jaxpr.eqns, jaxpr.outvars, keeps),
-        env,
-        read,
-        lambda step, operands: run_equation(step.eqn, operands),
-    )
-    return list(map(read, jaxpr.outvars))
+def values_of(
+    atoms: Iterable[Any], env: Mapping[Any, Any], number: Callable[[Any], Any]
+) -> list[Any]:
+    """Lists what variables are in `env`, and what `number` makes of each `Literal`."""
+    return [number(v) if type(v) is Literal else env[v] for v in atoms]
 
 
 def variables_in(atoms: Iterable[Any]) -> list[Any]:
@@ -68,23 +67,31 @@ class Step(NamedTuple):
     dead: Collection[Any]
 
 
+_surroundings = operator.attrgetter("eqn.ctx")
+
+
 def walk(
     steps: Iterable[Any],
     env: dict[Any, Any],
-    read: Callable[[Any], Any],
+    number: Callable[[Any], Any],
     run_step: Callable[[Any, list[Any]], Iterable[Any]],
+    literal: type = Literal,
 ) -> None:
-    """Runs steps one after another, from what `env` holds; there it leaves what they make."""
+    """Runs steps one after another, from what `env` holds; there it leaves what they make.
+
+    Inputs of the type `literal` are not in `env`: `number` returns what they are.
+    """
     names, stack = None, (outer := _compat.current_name_stack())
     # JAX has one object for all equations of the same surroundings, or of the same names.
-    for surroundings, alike in itertools.groupby(steps, lambda step: step.eqn.ctx):
+    for surroundings, alike in itertools.groupby(steps, _surroundings):
         with surroundings.manager:
             for step in alike:
                 source = step.eqn.source_info
                 if source.name_stack is not names:
                     names = source.name_stack
                     stack = outer + names
-                operands = [read(v) for v in step.inputs]
+                # Here and not in a function: this runs for each operand of each equation.
+                operands = [number(v) if type(v) is literal else env[v] for v in step.inputs]
                 with _compat.in_source(source.traceback, name_stack=stack):
                     outs = run_step(step, operands)
                 env.update(zip(step.outputs, outs, strict=True))

@@ -247,7 +247,7 @@ def _in_range(name: str, position: object, x: Value, ndim: int) -> int:
 
 def shift_dims(dims: Sequence[int], position: int) -> tuple[int, ...]:
     """Shifts per-example dimension numbers for a batch axis at `position`."""
-    return tuple(int(d + (d >= position)) for d in dims)  # NumPy ints occur
+    return tuple([int(d + (d >= position)) for d in dims])  # NumPy ints occur
 
 
 def batch_sharding(axis: Axis, x: Value, source: Position, destination: int) -> Any:

@@ -50,7 +50,8 @@ def reject_lost(program: ClosedJaxpr, trace: Trace) -> ClosedJaxpr:
     A constant that belongs to `trace` itself is allowed. Raises UnsupportedError for a value of a
     derivative around it, and UnexpectedTracerError for one of a function that JAX has traced.
     """
-    _reject_lost(program, trace, _compat.name_and_place(program.jaxpr))
+    if program.consts or any(map(programs_held, program.jaxpr.eqns)):
+        _reject_lost(program, trace, _compat.name_and_place(program.jaxpr))
     return program
 
 
@@ -131,8 +132,16 @@ class MappedProgram:
         return not self.computes and any(isinstance(x, Tracer) for x in values)
 
     def run(self) -> tuple[list[Any], list[Position]]:
-        jaxpr, consts = self.staged.jaxpr, self.staged.consts
-        return interpret(self.axis, jaxpr, consts, self.args, self.axes)
+        """Runs it; meanwhile rules find what they close over."""
+        return self.run_as(self.staged.jaxpr)
+
+    def run_as(self, jaxpr: Jaxpr) -> tuple[list[Any], list[Position]]:
+        """Runs `jaxpr`, of the same operands, instead."""
+        token = _running.set(self)
+        try:
+            return interpret(self.axis, jaxpr, self.staged.consts, self.args, self.axes)
+        finally:
+            _running.reset(token)
 
     def resolve(self, values: Values) -> tuple[list[Any], list[Position]]:
         """Replaces placeholders of this program in `values` where possible; with their axes."""
@@ -172,20 +181,6 @@ class MappedProgram:
 
 
 _running: ContextVar[MappedProgram | None] = ContextVar("batchax_running", default=None)
-
-
-class running:
-    """Sets the program that is interpreted, for rules that look up what they close over."""
-
-    # Each call enters it. A generator as context manager would be 3x slower.
-    def __init__(self, program: MappedProgram) -> None:
-        self._program = program
-
-    def __enter__(self) -> None:
-        self._token = _running.set(self._program)
-
-    def __exit__(self, *_: object) -> None:
-        _running.reset(self._token)
 
 
 def may_be_differentiated() -> bool:

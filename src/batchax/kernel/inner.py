@@ -221,7 +221,7 @@ def example_aval(axis: Axis, aval: Aval, position: Position) -> Aval:
     """Returns the type of one example of a value whose batch axis is at `position`."""
     if position is None:
         return aval
-    over = lanes_vary_over(axis)
+    over = lanes_vary_over(axis) if axis.spmd_name is not None else ()
     if over:
         aval = _compat.with_varying_axes(aval, _compat.varying_axes(aval) - over)
     # `mapped_aval` updates the sharding, too, which takes three times as long.

@@ -36,7 +36,14 @@ from batchax import _compat
 from batchax.errors import SequentialFallbackWarning, UnsupportedError
 from batchax.jaxprs.bodies import bodies_of, control_flow, program_called
 from batchax.jaxprs.error_format import line_of, spoken
-from batchax.jaxprs.evaluate import Step, bind_equation, evaluate, plan, variables_in, walk
+from batchax.jaxprs.evaluate import (
+    Step,
+    bind_equation,
+    plan,
+    values_of,
+    variables_in,
+    walk,
+)
 from batchax.jaxprs.own_primitives import is_own, shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import Atom, Eqn, Jaxpr, Value, Values
@@ -197,32 +204,34 @@ def in_order(jaxpr: Jaxpr) -> bool:
     return any(eqn.effects and _compat.in_order(eqn.effects) for eqn in jaxpr.eqns)
 
 
-def evaluate_in_order(
+def _not_batched(literal: Literal) -> Placed:
+    return literal.val, None
+
+
+def walk_in_order(
     axis: Axis,
     jaxpr: Jaxpr,
-    consts: Sequence[Placed],
-    args: Sequence[Placed],
-    run_equation: Callable[[Any, list[Placed]], Iterable[Placed]],
-) -> list[Placed]:
-    """Evaluates `jaxpr` as `evaluate` does, with ordered effects in lane order."""
-    env: dict[Any, Placed] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    steps = [step._replace(dead=()) for step in plan(jaxpr.eqns, jaxpr.outvars)]
+    steps: Iterable[Step],
+    env: dict[Any, Placed],
+    run_step: Callable[[Step, list[Placed]], Iterable[Placed]],
+) -> None:
+    """Runs the `steps` of `jaxpr` as `walk` does, with ordered effects in lane order."""
+    steps = [step._replace(dead=()) for step in steps]
     waiting: list[Step] = []
     # Steps are deferred while they make ordered calls that differ between lanes, or depend on such
     # steps. All deferred calls then run in one scan over the lanes, so that the calls of lane 0
     # come before those of lane 1.
     made: set[Any] = set()
 
-    def read(v: Atom) -> Placed:
-        return (v.val, None) if isinstance(v, Literal) else env[v]
+    def read(atoms: Iterable[Atom]) -> list[Placed]:
+        return values_of(atoms, env, _not_batched)
 
     def run(steps: Iterable[Step]) -> None:
-        walk(steps, env, read, lambda step, operands: run_equation(step.eqn, operands))
+        walk(steps, env, _not_batched, run_step)
 
     def run_waiting() -> None:
         calls, others = _needed(waiting)
-        if len(calls) > 1 or any(_repeats(step.eqn, read(step.inputs[0])) for step in calls):
+        if len(calls) > 1 or any(_repeats(step.eqn, *read(step.inputs[:1])) for step in calls):
             # Inputs of other steps and of the program must be left in `env`.
             inside = set(map(id, calls))
             reads = [jaxpr.outvars, *(s.inputs for s in steps if id(s) not in inside)]
@@ -237,7 +246,7 @@ def evaluate_in_order(
         waits = not made.isdisjoint(variables_in(step.inputs))
         if not (waits or _compat.in_order(step.eqn.effects)):
             run([step])
-        elif waits or _calls_differ(step.eqn, [read(v)[1] is not None for v in step.eqn.invars]):
+        elif waits or _calls_differ(step.eqn, [a is not None for _, a in read(step.inputs)]):
             if _needs_all(axis, step.eqn):
                 run_waiting()
                 run([step])
@@ -248,7 +257,6 @@ def evaluate_in_order(
             run_waiting()
             run([step])
     run_waiting()
-    return list(map(read, jaxpr.outvars))
 
 
 def _calls_differ(eqn: Eqn, operands: Sequence[bool]) -> bool:
@@ -305,7 +313,7 @@ def _run_lanes(
     axis: Axis,
     steps: Sequence[Step],
     env: dict[Any, Placed],
-    read: Callable[[Any], Placed],
+    read: Callable[[Iterable[Any]], list[Placed]],
     needed: set[Any],
 ) -> None:
     """Runs steps for one lane after the other, and stores `needed` outputs in `env`."""
@@ -319,11 +327,11 @@ def _run_lanes(
 
     def one_lane(*xs: Value) -> list[Any]:
         own = dict(zip(inputs, xs, strict=True))
-        value = lambda v: v.val if isinstance(v, Literal) else own[v]
-        walk(steps, own, value, lambda step, xs: bind_equation(step.eqn, xs))
+        number = lambda literal: literal.val
+        walk(steps, own, number, lambda step, xs: bind_equation(step.eqn, xs))
         return [own[v] for v in outputs]
 
-    values, positions = [read(v)[0] for v in inputs], [read(v)[1] for v in inputs]
+    values, positions = _unzipped(read(inputs))
     if recording.is_on():
         at = dict(zip(inputs, positions, strict=True))
         for step in steps[1:]:
@@ -386,23 +394,39 @@ def interpret(
     # A reference must have a part for each lane before something batched is written to it.
     one_for_each_lane = references_to_batch(axis, jaxpr, axes) if effectful else frozenset()
     whole = ProgramRun(jaxpr, read)
-    run = batch_looked_at if checks_nans_here() else batch_equation
+    run = _batch  # without what most equations do not need
+    if checks_nans_here():
+        run = batch_looked_at
+    elif recording.is_on() or axis.spmd_name is not None or _compat.checked_axes():
+        run = batch_equation
 
-    def run_equation(eqn: Eqn, operands: list[Placed]) -> Iterable[Placed]:
-        values, positions = [x for x, _ in operands], [a for _, a in operands]
-        for_each_lane = not one_for_each_lane.isdisjoint(eqn.outvars)
-        outs = run(axis, eqn, values, positions, for_each_lane, whole)
-        return zip(*outs, strict=True)
+    def run_step(step: Step, operands: list[Placed]) -> Iterable[Placed]:
+        eqn, (values, positions) = step.eqn, _unzipped(operands)
+        for_each_lane = bool(one_for_each_lane) and not one_for_each_lane.isdisjoint(eqn.outvars)
+        return zip(*run(axis, eqn, values, positions, for_each_lane, whole), strict=True)
 
-    placed = [(x, None) for x in consts], list(zip(args, axes, strict=True))
-    with recording.run(jaxpr):
-        recording.runs(axis)
+    env: dict[Any, Placed] = {v: (x, None) for v, x in zip(jaxpr.constvars, consts, strict=True)}
+    env.update(zip(jaxpr.invars, zip(args, axes, strict=True), strict=True))
+    steps = plan(jaxpr.eqns, jaxpr.outvars)
+
+    def run_all() -> None:
         if effectful and in_order(jaxpr):
-            outputs = evaluate_in_order(axis, jaxpr, *placed, run_equation)
+            walk_in_order(axis, jaxpr, steps, env, run_step)
         else:
-            number = lambda literal: (literal.val, None)
-            outputs = evaluate(jaxpr, *placed, run_equation, number)
-    return [value for value, _ in outputs], [position for _, position in outputs]
+            walk(steps, env, _not_batched, run_step)
+
+    if recording.is_watched():
+        with recording.run(jaxpr):
+            recording.runs(axis)
+            run_all()
+    else:
+        run_all()
+    return _unzipped(values_of(jaxpr.outvars, env, _not_batched))
+
+
+def _unzipped(placed: Sequence[Placed]) -> tuple[list[Value], list[Position]]:
+    values, positions = zip(*placed, strict=True) if placed else ((), ())
+    return list(values), list(positions)
 
 
 def batch_equation(
@@ -418,10 +442,7 @@ def batch_equation(
     `creates_batched` is set for a reference that has a part for each lane, and `whole` is the run
     through the program if rules may look ahead in it.
     """
-    # What does not depend on the batch is emitted once, for all lanes.
-    shared = operand_axes.count(None) == len(operand_axes) and not (
-        creates_batched or (axis.name is not None and may_use_name(eqn, axis.name))
-    )
+    shared = _is_shared(axis, eqn, operand_axes, creates_batched)
     if axis.spmd_name is not None and not shared:
         check_lanes_apart(axis, eqn)
     # Inside ``shard_map`` with checked types, operands must vary over the same mesh axes.
@@ -429,7 +450,7 @@ def batch_equation(
     if checked:
         operands = vary_alike(eqn, operands)
         shared = shared and _fits(eqn, operands)
-    how = shared, creates_batched, whole
+    how = creates_batched, whole, shared
     if recording.is_on():
         with recording.equation(axis, eqn, operand_axes, shared) as record:
             outs, out_axes = _batch(axis, eqn, operands, operand_axes, *how)
@@ -437,6 +458,13 @@ def batch_equation(
     else:
         outs, out_axes = _batch(axis, eqn, operands, operand_axes, *how)
     return (as_lanes(axis, outs, out_axes) if checked else outs), out_axes
+
+
+def _is_shared(axis: Axis, eqn: Eqn, axes: Sequence[Position], creates_batched: bool) -> bool:
+    """Returns whether an equation is emitted once, for all lanes."""
+    return axes.count(None) == len(axes) and not (
+        creates_batched or (axis.name is not None and may_use_name(eqn, axis.name))
+    )
 
 
 def batch_looked_at(
@@ -506,11 +534,13 @@ def _batch(
     eqn: Eqn,
     operands: list[Value],
     operand_axes: list[Position],
-    shared: bool,
     creates_batched: bool,
     whole: ProgramRun | None,
+    shared: bool | None = None,
 ) -> tuple[Sequence[Any], Positions]:
     primitive = eqn.primitive
+    if shared is None:
+        shared = _is_shared(axis, eqn, operand_axes, creates_batched)
     if shared:
         return bind_equation(eqn, operands), [None] * len(eqn.outvars)
     if creates_batched:
@@ -523,12 +553,12 @@ def _batch(
         return run_rule(axis, primitive, registered.rule, operands, operand_axes, eqn.params, types)
     more = {"place": (whole, eqn)} if registered.looks_ahead and whole is not None else {}
     out, out_axes = registered.rule(axis, operands, operand_axes, **eqn.params, **more)
+    # Rules compute positions from parameters, where users may have passed NumPy integers.
     if primitive.multiple_results:
         return out, list(map(_number, out_axes))
-    return [out], [_number(out_axes)]
+    return [out], [out_axes if type(out_axes) is int else _number(out_axes)]
 
 
 def _number(position: Position) -> Position:
     """Converts a position to Python's int, which JAX expects."""
-    # Rules compute positions from parameters, where users may have passed NumPy integers.
-    return position if position is None or type(position) is int else int(position)
+    return position if position is None else int(position)

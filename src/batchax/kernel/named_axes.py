@@ -174,7 +174,10 @@ def without_mesh() -> AbstractContextManager[None]:
     # In a ``shard_map`` over a whole mesh with unchecked types, the mesh has no effect on a
     # function. Libraries compare types of arrays with types of numbers, which carry no mesh, and
     # JAX cannot compute with known values there while a mesh is set.
-    return _leaving_out(mesh) if _useless(mesh) else nullcontext()
+    return _leaving_out(mesh) if _useless(mesh) else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
 
 
 @contextmanager
@@ -199,7 +202,8 @@ def _without_mesh(aval: Aval) -> Aval:
 
 
 def _tells_of_useless(aval: Aval) -> bool:
-    if hasattr(aval, "inner_aval"):  # a reference is of the mesh that it was made in
+    # A reference is of the mesh that it was made in.
+    if hasattr(aval, "inner_aval") or aval.sharding.mesh.empty:
         return False
     return _useless(aval.sharding.mesh) and not _compat.varying_axes(aval)
 
@@ -215,6 +219,15 @@ def mesh_around() -> AbstractMesh:
     mesh = jax.sharding.get_abstract_mesh()
     without = _without.get()
     return without if mesh.empty and without is not None else mesh
+
+
+def are_on_a_mesh(values: Values) -> bool:
+    """Returns whether the sharding of a value, or for a traced one its type, has a mesh."""
+    for x in values:
+        sharding = getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+            return True
+    return False
 
 
 def may_be_spread(values: Values, most: int = 1) -> bool:

@@ -516,9 +516,11 @@ def find(primitive: _compat.Primitive) -> Registered | None:
         entry = by_itself or by_name
     else:
         entry = max(by_itself, by_name, key=lambda entry: entry.number)
-    if entry is not None and not entry.is_users and is_replaced_in_jax(primitive):
-        return None
-    return entry
+    if entry is None or entry.is_users:
+        return entry
+    # Mostly JAX's table has what it had, which settles it.
+    same = batching.fancy_primitive_batchers.get(primitive) is _of_jax.get(primitive)
+    return entry if same or not is_replaced_in_jax(primitive) else None
 
 
 def is_foreign(primitive: _compat.Primitive) -> bool:
@@ -560,13 +562,15 @@ def vectorized(primitive: Primitive) -> None:
     """
 
     def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
+        if len(args) == 1:
+            return _alike(primitive, primitive.bind(*args, **params), axes[0])
         shapes = [example_shape(x, a) for x, a in zip(args, axes, strict=True)]
         if len(set(shapes)) > 1:
             raise ArgumentTypeError(
                 f"vectorized is for a primitive whose operands have one shape, and those of "
                 f"`{primitive}` have {listed(shapes)}. Use batchax.broadcasting."
             )
-        args, position = matched(axis, args, axes) if len(args) > 1 else (args, axes[0])
+        args, position = matched(axis, args, axes)
         return _alike(primitive, primitive.bind(*args, **params), position)
 
     _register(primitive, rule, "vectorized", elementwise=True)

@@ -222,7 +222,8 @@ def _run_again(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Pac
 
         inner = rows.inside()
         with recording.run(body.jaxpr):
-            walk(flat.steps, env, read, lambda step, xs: run_and_note(inner, step.eqn, xs))
+            run_step = lambda step, xs: run_and_note(inner, step.eqn, xs)
+            walk(flat.steps, env, read, run_step, Constant)
         results = list(map(read, flat.outputs))
         return [x.value for x in results], [replace(x, value=None) for x in results]
 

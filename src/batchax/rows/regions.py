@@ -218,10 +218,8 @@ def _run_padded(
             zero = has_symbols(given.shape) and (v in packed or v not in values.left_padded)
             env[v] = Row(x, given.shape, 0 if zero else None)
 
-        def read(v: int | Constant) -> Row:
-            return Row(v.value, v.shape) if isinstance(v, Constant) else env[v]
-
-        walk(region.steps, env, read, functools.partial(_run_step, sizes))
+        constant = lambda v: Row(v.value, v.shape)
+        walk(region.steps, env, constant, functools.partial(_run_step, sizes), Constant)
         return [env[v].value for v in results]
 
     if in_groups:
