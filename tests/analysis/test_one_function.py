@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from batchax import _compat
 from batchax.analysis.one_function import fits_lowered_kernel, fits_serial_kernel, lower_for_kernel
 
 from support.oracle import same
@@ -56,14 +57,29 @@ def test_products(x, y, axes):
     assert lanes == (out.size * terms <= 64 and terms <= 16)
 
 
-def test_a_product_is_few_operations():
-    lowered = lower_for_kernel(jax.make_jaxpr(jnp.dot)(np.ones((16, 16)), np.ones(16)))
-    assert len(lowered.eqns) < 30
+def test_forms_are_few_operations():
+    size = lambda fun, *args: len(lower_for_kernel(jax.make_jaxpr(fun)(*args)).jaxpr.eqns)
+    assert size(jnp.dot, np.ones((16, 16)), np.ones(16)) <= 3 * 16
+    assert size(jnp.sum, np.ones(8)) <= 2 * 8
+    assert size(jnp.sum, np.ones(1024)) <= 3 * 10
+
+
+def test_equal_forms_are_staged_once(monkeypatch):
+    stage, forms = _compat.stage, []
+    monkeypatch.setattr(_compat, "stage", lambda *args: forms.append(1) or stage(*args))
+    program = jax.make_jaxpr(lambda x, y: x @ (x @ (x @ y)))(np.ones((11, 11)), np.ones(11))
+    assert len(lower_for_kernel(program).jaxpr.eqns) > len(program.eqns)
+    assert len(forms) == 1
 
 
 def test_sums_of_negative_zeros_are_zeros():
     out, _ = _alone(lambda x: x.sum(), np.full(33, -0.0, np.float32))
     assert not np.signbit(out)
+
+
+def test_an_update_at_an_index_fits_a_kernel_of_one_lane():
+    # Lanes update several positions.
+    assert _alone(lambda x: x.at[x.argmax()].set(0.0), np.ones(3, np.float32))[1] == (True, False)
 
 
 def test_what_is_large_is_left_to_a_library():

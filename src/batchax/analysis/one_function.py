@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,8 +54,10 @@ def _change(eqn: Eqn, inside: Inside) -> Eqn | list[Eqn]:
     if not can_be_written(eqn):
         return eqn.replace(params=inside()) if _is_other_form.in_equation(eqn) else eqn
     form = _FORMS[eqn.primitive.name]
+    types = tuple(v.aval for v in eqn.invars)
     run = lambda *xs: [form.write(eqn.params, *xs)]
-    staged = _compat.stage(run, [v.aval for v in eqn.invars])
+    key = eqn.primitive, types, tuple(sorted(eqn.params.items())), _compat.trace_context()
+    staged = _programs.get(key, lambda: _compat.stage(run, types))
     to = Rewriter(staged)
     to.inline(staged, eqn.invars, eqn.outvars)
     return to.eqns
@@ -111,21 +113,12 @@ def _all_in(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
     def write(params: dict[str, Any], x: Value) -> Value:
         axes = sorted(params["axes"])
-        if is_short(x, axes):
-            return functools.reduce(combine, _terms(x, axes))
-        for axis in reversed(axes):
-            x = _by_halves(combine, x, axis)
-        return x
+        reduced = _one_by_one if is_short(x, axes) else _by_halves
+        for axis in axes:
+            x = reduced(combine, x, axis)
+        return lax.squeeze(x, axes)
 
     return write
-
-
-def _terms(x: Value, axes: Sequence[int]) -> Iterator[Any]:
-    for places in itertools.product(*(range(x.shape[a]) for a in axes)):
-        first, end = [0] * x.ndim, list(x.shape)
-        for a, place in zip(axes, places, strict=True):
-            first[a], end[a] = place, place + 1
-        yield lax.squeeze(lax.slice(x, first, end), axes)
 
 
 def as_terms(primitive: str, x: Value, axes: Sequence[int]) -> Value:
@@ -133,16 +126,19 @@ def as_terms(primitive: str, x: Value, axes: Sequence[int]) -> Value:
     return _FORMS[primitive].write({"axes": axes}, x)
 
 
+def _one_by_one(combine: Callable[[Any, Any], Any], x: Value, axis: int) -> Value:
+    return functools.reduce(combine, lax.split(x, (1,) * x.shape[axis], axis))
+
+
 def _by_halves(combine: Callable[[Any, Any], Any], x: Value, axis: int) -> Value:
-    """Reduces `axis` in as many steps as its size has binary digits."""
-    part, rest = functools.partial(lax.slice_in_dim, axis=axis), []
+    """Reduces `axis` to one element in as many steps as its size has binary digits."""
+    rest: list[Any] = []
     while (n := x.shape[axis]) > 1:
-        half = n // 2
         # The last element of an odd size is combined at the end.
-        if n % 2:
-            rest.append(part(x, n - 1, n))
-        x = combine(part(x, 0, half), part(x, half, 2 * half))
-    return lax.squeeze(functools.reduce(combine, rest, x), (axis,))
+        first, second, *odd = lax.split(x, (n // 2,) * 2 + (1,) * (n % 2), axis)
+        x = combine(first, second)
+        rest += odd
+    return functools.reduce(combine, rest, x)
 
 
 def _is_small_product(eqn: Eqn) -> bool:
@@ -174,21 +170,20 @@ def _product(params: dict[str, Any], x: Value, y: Value) -> Value:
     n_left, n = x.ndim - len(left), x.shape[left[0]] if left else 1
     if not left:
         x, y, left, right = lax.expand_dims(x, (0,)), lax.expand_dims(y, (0,)), [0], [0]
-    # All are multiplied at once, and halves added: an operation for each term takes several times
-    # as long to trace. Few terms are in front, many at the end, which runs faster. Search: own
-    # product 16, product 64.
-    place = 0 if n <= _FACTORS else len(shape)
 
     def spread(z: Value, axis: int, dimensions: range) -> Value:
-        others = [i for i in range(z.ndim) if i != axis]
-        order = [*others, axis] if place else [axis, *others]
-        at = sorted([place, *(d + (place == 0) for d in dimensions)])
-        whole = (*shape[:place], n, *shape[place:])
-        return lax.broadcast_in_dim(lax.transpose(z, order), whole, at)
+        order = [*(i for i in range(z.ndim) if i != axis), axis]
+        return lax.broadcast_in_dim(lax.transpose(z, order), (*shape, n), [*dimensions, len(shape)])
 
-    x = spread(x, left[0], range(n_left))
-    y = spread(y, right[0], range(n_left, len(shape)))
-    total = _by_halves(lax.add, lax.mul(x, y), place)
+    x, y = spread(x, left[0], range(n_left)), spread(y, right[0], range(n_left, len(shape)))
+    if n <= _FACTORS:
+        # An operation that takes each term out would take several times as long to trace. Of a
+        # product of all, which is not fused with sums of its parts, steps take half as long again.
+        pairs = zip(*(lax.split(z, (1,) * n, len(shape)) for z in (x, y)), strict=True)
+        total = functools.reduce(lax.add, itertools.starmap(lax.mul, pairs))
+    else:
+        total = _by_halves(lax.add, lax.mul(x, y), len(shape))
+    total = lax.squeeze(total, (len(shape),))
     return total if n == 1 else _from_zero(total)
 
 

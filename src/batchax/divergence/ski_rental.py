@@ -32,16 +32,17 @@ from batchax.jaxprs.types import Value
 class SkiRental:
     """The rule for lanes of which one costs so many steps to move."""
 
-    price: float  # how many steps of a lane cost as much as moving it
+    # How many steps of a lane cost as much as moving it. With an integer, all that it counts are.
+    price: float
 
     def limit(self, lanes: Value) -> Value:
         """How many lane-steps cost as much as moving so many lanes."""
-        return lax.mul(np.float32(self.price), _float(lanes))
+        return lax.mul(self._as_price(self.price), self._as_price(lanes))
 
     def waits(self, wasted: Value, lanes: Value) -> Value:
         """Whether so many wasted lane-steps cost less than it costs to move so many lanes."""
-        return lax.lt(_float(wasted), self.limit(lanes))
+        return lax.lt(self._as_price(wasted), self.limit(lanes))
 
-
-def _float(x: Value) -> Value:
-    return np.float32(x) if isinstance(x, int) else lax.convert_element_type(x, np.float32)
+    def _as_price(self, x: Value) -> Value:
+        dtype = np.dtype(np.int32 if isinstance(self.price, int) else np.float32)
+        return dtype.type(x) if isinstance(x, int | float) else lax.convert_element_type(x, dtype)

@@ -22,7 +22,7 @@ from batchax import _compat
 from batchax.divergence.policy import Tiles
 from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
-from batchax.divergence.windows import LaneStep, anyone, rows_of, until_all_are_done
+from batchax.divergence.windows import LaneStep, rows_of, until_all_are_done
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.slices import entry_of, part_of, put_entry, put_part
 from batchax.jaxprs.types import Tree, Value, Values
@@ -80,7 +80,7 @@ class _Tiles:
             return lax.add(first, np.int32(self.width)), everyone
 
         # If no lane takes a step, nothing is copied.
-        first = lax.select(anyone(active), np.int32(0), np.int32(self.size))
+        first = lax.select(lax.reduce_or(active, (0,)), np.int32(0), np.int32(self.size))
         state = alike((first, [active, *carry]), [active, *consts, *carry])
         goes_on = lambda state: lax.lt(state[0], np.int32(self.size))
         _, (_, *last) = while_loop(goes_on, turn, state)
@@ -134,7 +134,7 @@ class _Tiles:
             return place, lax.add(lax.sub(left, begun), stay), everyone
 
         # A lane that takes no step at all is counted until its tile is over.
-        left = lax.select(anyone(active), size, np.int32(0))
+        left = lax.select(lax.reduce_or(active, (0,)), size, np.int32(0))
         state = alike((np.int32(0), left, [active, *carry]), varying)
         goes_on = lambda state: lax.gt(state[1], np.int32(0))
         _, _, (_, *last) = while_loop(goes_on, turn, state)
