@@ -24,6 +24,7 @@ from batchax.kernel.own_primitive import declared
 from batchax.rows.blocks import find_blocks
 from batchax.rows.dynamic_sizes import found_switch_p
 from batchax.rows.index import row_places
+from batchax.rows.padded_rules.own_steps import run_own_steps
 from batchax.rows.places_where import places_where
 from batchax.rows.row_rules import call_later
 from batchax.rows.segments import reduced_rows_p
@@ -200,6 +201,14 @@ def with_found_sizes(f):
 
 # For each primitive, of a function of a number: a function with the primitive around that one or
 # beside it, and the same without.
+def in_steps(f, run=lambda scan, loop, values: scan(*values)):
+    """A function applied twice, by a scan or a loop."""
+    scan = lambda x: [lax.scan(lambda x, _: (f(x), None), x, length=2)[0]]
+    step = lambda state: (state[0] + 1, f(state[1]))
+    loop = lambda x: [lax.while_loop(lambda state: state[0] < 2, step, (0, x))[1]]
+    return lambda x: run(scan, loop, [x])[0]
+
+
 AROUND = {
     "chunk_loop": lambda f: (each(f, functools.partial(bx.vmap, batch_size=2)), each(f)),
     "divergent_loop": lambda f: (
@@ -240,6 +249,7 @@ AROUND = {
         lambda x: f(x) * row_places((x + TABLE[:2]).astype(np.int32), 4, 3)[1].sum(),
         lambda x: f(x) * jnp.minimum((x + TABLE[:2]).astype(np.int32).sum(), 4),
     ),
+    "own_steps": lambda f: (in_steps(f, run_own_steps), in_steps(f)),
     "reduced_rows": lambda f: (
         lambda x: reduced_rows_p.bind(x * TABLE + f(x), *ROWS, kind="reduce_sum", in_full=True)[1],
         lambda x: (x * TABLE[2:] + f(x)).sum(),

@@ -24,6 +24,7 @@ from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import follow_p
 from batchax.rows.blocks import rows_of_blocks_p
 from batchax.rows.index import row_places_p
+from batchax.rows.padded_rules.own_steps import run_own_steps
 from batchax.rows.places_where import places_where_p
 from batchax.rows.segments import reduced_rows_p
 from batchax.rows.sizes import found_places_p
@@ -425,6 +426,15 @@ _sum = lambda _, xs: [x.sum() for x in xs]
 _spread = lambda _, cotangents: [jnp.broadcast_to(c, (3,)) for c in cotangents]
 
 
+def _twice(x):
+    return [lax.scan(lambda x, _: (jnp.sin(x), None), x, length=2)[0]]
+
+
+def _until_two(x):
+    step = lambda state: (state[0] + 1, jnp.sin(state[1]))
+    return [lax.while_loop(lambda state: state[0] < 2, step, (0, x))[1]]
+
+
 def _calls_of_lanes(active, x):
     program = jax.make_jaxpr(lambda x: jax.debug.callback(lambda x: None, x))(x)
     lane_calls_p.bind(active, x, program=program, shared=(True,), placed=False)
@@ -478,6 +488,9 @@ def _own():
                 partial(row_places_p.bind, capacity=4, bound=3),
                 several(3, dtype=np.int32),
             )
+        },
+        "rows.padded_rules.own_steps": {
+            "own_steps": (lambda x: run_own_steps(_twice, _until_two, [x]), X)
         },
         "rows.segments": {
             "reduced_rows": (

@@ -168,7 +168,7 @@ class DivergentLoop:
 
         A compiler that makes one function of a program is not told to by what derives from it.
         """
-        if isinstance(self.plan, Tiles | Alone):
+        if self.in_kernel:
             return self.masked(*operands)
         run = functools.partial(eval_jaxpr, program.jaxpr, program.consts)
         alike = self.axis.divergence.explicit or isinstance(self.plan, Masked)
@@ -286,7 +286,7 @@ class DivergentLoop:
         if tally:
             tally = counted(tally, count_active(active))
         axis, test, body = replace(self.axis, size=width), self.test, self.body
-        if self._for_kernel:
+        if self.in_kernel:
             # No lanes are gathered there, nor put back to several places.
             axis = replace(axis, divergence=None)
             test, body = lower_for_kernel(test), lower_for_kernel(body)
@@ -296,13 +296,13 @@ class DivergentLoop:
 
     def _test(self, axis: Axis, consts: Values, carry: Values) -> Value:
         positions = [*self.positions[: self.n_test], *[0] * len(carry)]
-        test = lower_for_kernel(self.test) if self._for_kernel else self.test
+        test = lower_for_kernel(self.test) if self.in_kernel else self.test
         return predicate(axis, test, [*consts[: self.n_test], *carry], positions)
 
     @property
-    def _for_kernel(self) -> bool:
-        """Whether steps are in a single kernel."""
-        return isinstance(self.plan, Tiles)
+    def in_kernel(self) -> bool:
+        """Whether all steps are in a single kernel."""
+        return isinstance(self.plan, Tiles | Alone)
 
 
 def as_weak_as(aval: Aval, x: Value) -> Value:

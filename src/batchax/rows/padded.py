@@ -48,6 +48,9 @@ class Row:
     fill: Any = None  # what all of the padding holds; None if it may hold anything
     # A value, and the axes along which the padding is known to hold it.
     partly: tuple[Any, tuple[int, ...]] | None = None
+    # Where its elements are among those of other rows, packed along axis 0: the array, and where
+    # in it the row begins. What reads few elements at a time reads them there.
+    packed: tuple[Value, Value] | None = None
 
     @property
     def known(self) -> bool:

@@ -162,6 +162,17 @@ class _Values:
     def has_packed(self, number: int) -> bool:
         return (number, True) in self._found
 
+    def among_all(self, number: int) -> list[Value]:
+        """The array that has the rows of a value one after another, and where each begins there.
+
+        Nothing where there is none, or rows are not packed along their first axis.
+        """
+        x = self._found.get((number, True))
+        names = None if x is None else names_of(x.shape)
+        if x is None or names is None or ragged_axes(x.shape) != [0]:
+            return []
+        return [x.value, jnp.asarray(self.rows.along(names).starts)]
+
     def keep_only(self, numbers: set[int]) -> None:
         self._found = {k: v for k, v in self._found.items() if k[0] in numbers}
 
@@ -211,12 +222,17 @@ def _run_padded(
     operands = {v: values.get(v, v in packed) for v in needed}
     constants = {v: x for v, x in operands.items() if isinstance(x.value, np.ndarray)}
     inputs = {v: x for v, x in operands.items() if v not in constants}
+    scans = [] if in_groups else [s for s in region.steps if s.eqn.primitive.name == "scan"]
+    read = {v for step in scans for v in step.used if v in inputs}
+    among = {v: pair for v in sorted(read) if (pair := values.among_all(v))}
 
     def one_row(sizes: Sizes, *args: Value) -> list[Any]:
         env = {v: Row(x.value, x.shape) for v, x in constants.items()}
-        for (v, given), x in zip(inputs.items(), args, strict=True):
+        rest = args[len(inputs) :]
+        pairs = dict(zip(among, zip(rest[::2], rest[1::2], strict=True), strict=True))
+        for (v, given), x in zip(inputs.items(), args, strict=False):
             zero = has_symbols(given.shape) and (v in packed or v not in values.left_padded)
-            env[v] = Row(x, given.shape, 0 if zero else None)
+            env[v] = Row(x, given.shape, 0 if zero else None, packed=pairs.get(v))
 
         constant = lambda v: Row(v.value, v.shape)
         walk(region.steps, env, constant, functools.partial(_run_step, sizes), Constant)
@@ -234,7 +250,9 @@ def _run_padded(
         return
     every = {name: values.rows.index[name].lengths for name in values.bounds}
     axes: list[Position] = [*[0] * len(every), *(x.axis for x in inputs.values())]
+    axes += [None, 0] * len(among)
     arrays = [*map(jnp.asarray, every.values()), *(x.value for x in inputs.values())]
+    arrays += [x for pair in among.values() for x in pair]
     padded_row = of_one_row(one_row, every, values.bounds)
     outs, out_axes = batch_function(values.rows.axis, padded_row, arrays, axes)
     for v, x, axis in zip(results, outs, out_axes, strict=True):

@@ -21,6 +21,7 @@ from batchax import _compat
 from batchax.custom_rules.call import DerivativeStep, per_example
 from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.errors import BatchaxError, UnsupportedError
+from batchax.execution.slices import entry_of
 from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.evaluate import bind_equation
 from batchax.jaxprs.own_primitives import expanded
@@ -34,8 +35,10 @@ from batchax.rows.padded import (
     padded_rule,
     run_padded,
 )
+from batchax.rows.padded_rules.own_steps import may_take_own_steps, run_own_steps
 from batchax.rows.row_rules import in_padding, size_of_rule
 from batchax.rows.sizes import Dim, Sizes, has_symbols, needs_number, question_of
+from batchax.rules.loops import split_operands
 from batchax.rules.masking import hazards, is_inexact, safe_lanes
 
 Flat = Callable[..., list[Any]]
@@ -105,7 +108,7 @@ class Moving:
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = list(rows)
+        self.rows = [replace(row, packed=None) for row in rows]
         self.places = [i for i, row in enumerate(rows) if not row.known]
 
     @property
@@ -283,13 +286,61 @@ def _cond(
 
 
 @padded_rule("scan")
-def _scan(
-    op: Operation, *rows: Row, jaxpr: Jaxpr, length: Dim, reverse: bool, unroll: int, **params: Any
-) -> list[Any]:
+def _scan(op: Operation, *rows: Row, jaxpr: Jaxpr, length: Dim, **params: Any) -> list[Any]:
     """The carry after the last step of the row, and the outputs of its steps."""
-    n_consts, n_carry = _compat.scan_counts(params)
-    consts, carry, xs = rows[:n_consts], rows[n_consts:][:n_carry], rows[n_consts + n_carry :]
-    body = _compat.close(jaxpr)
+    body, steps = _compat.close(jaxpr), op.sizes.bound(length)
+    without_outputs = len(body.out_avals) == _compat.scan_counts(params)[1]
+    params = {"body": body, "length": length, **params}
+    differs = steps and not op.sizes.is_exact(length) and without_outputs
+    if not (differs and may_take_own_steps(body)):
+        return _masked_scan(op, *rows, **params)
+    packed = {i: row.packed for i, row in enumerate(rows) if row.packed is not None}
+    among = [Row(x, jnp.shape(x)) for pair in packed.values() for x in pair]
+    call, values = SizedCall.of(op, [*rows, *among])
+
+    def opened(scan: Callable[..., list[Any]]) -> Flat:
+        def run(*values: Value) -> list[Any]:
+            op, given = call.opened(values)
+            arrays = iter([row.value for row in given[len(rows) :]])
+            for i in packed:
+                given[i] = replace(given[i], packed=(next(arrays), next(arrays)))
+            return scan(op, *given[: len(rows)], **params)
+
+        return run
+
+    return run_own_steps(opened(_masked_scan), opened(_own_steps), values)
+
+
+def _own_steps(
+    op: Operation, *rows: Row, body: ClosedJaxpr, length: Dim, reverse: bool, **params: Any
+) -> list[Any]:
+    """As `_masked_scan`, of a scan without outputs, by a loop of as many steps as the row has."""
+    consts, carry, xs = split_operands(rows, *_compat.scan_counts(params))
+    size = jnp.asarray(op.sizes.size(length), np.int32)
+    parts = [(jnp.asarray(x.value), np.int32(0)) if x.packed is None else x.packed for x in xs]
+
+    def step(state: tuple[Value, list[Any]]) -> tuple[Value, list[Any]]:
+        i, carry = state
+        t = size - i - np.int32(1) if reverse else i
+        entries = [entry_of(x, lax.add(begin, t)) for x, begin in parts]
+        own = [Row(x, row.shape[1:], row.fill) for x, row in zip(entries, xs, strict=True)]
+        outs = run_inside(op.sizes, body, [*consts, *typed_rows(carry, body.out_avals), *own])
+        return i + np.int32(1), arrays(outs, body.out_avals)
+
+    first = _compat.varying_alike(arrays(carry, body.out_avals), like=[size])
+    return lax.while_loop(lambda state: state[0] < size, step, (np.int32(0), first))[1]
+
+
+def _masked_scan(
+    op: Operation,
+    *rows: Row,
+    body: ClosedJaxpr,
+    length: Dim,
+    reverse: bool,
+    unroll: int,
+    **params: Any,
+) -> list[Any]:
+    consts, carry, xs = split_operands(rows, *_compat.scan_counts(params))
     carry_avals, y_avals = body.out_avals[: len(carry)], body.out_avals[len(carry) :]
     first = arrays(carry, carry_avals)
     parts = [jnp.asarray(x.value) for x in xs]
