@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 
 from batchax import _compat
-from batchax.jaxprs.own_primitives import is_own
+from batchax.jaxprs.primitive_facts import is_own
 from batchax.kernel.registry import find_rule, rule_origin
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "primitives.md"

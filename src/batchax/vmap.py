@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, cast
@@ -55,7 +56,7 @@ from batchax.frontend.outputs import (
     check_out_axes,
     flatten_outputs,
 )
-from batchax.frontend.rows import RowOptions, find_row_options
+from batchax.frontend.rows import FINDING, IN_SCOPE, RowOptions, SizesNeeded, find_row_options
 from batchax.jaxprs.types import AxesTree, Tree, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
@@ -290,17 +291,37 @@ def vmap(
 
         def one_example(*examples: Value, again: bool = False) -> tuple[list[Any], FlatOutputs]:
             example_args, example_kwargs = flat.rebuild(examples)
-            out = _compat.resolve_patched(fun)(*example_args, **example_kwargs)
+            f = _compat.resolve_patched(fun) if _compat.traces_rows.get() else fun
+            out = f(*example_args, **example_kwargs)
             arrays, outputs = flatten_outputs(out, out_axes, size, sum_match=sum_match)
             if outputs.objects and not again:
                 check_same(outputs.objects, lambda: one_example(*examples, again=True)[1].objects)
             return arrays, outputs
 
+        def finding_sizes(*examples: Value) -> tuple[list[Any], FlatOutputs]:
+            around, needed = FINDING.get(), SizesNeeded()
+            has_symbols = around is not None and not isinstance(around, SizesNeeded)
+            token = FINDING.set(needed)
+            try:
+                with IN_SCOPE(None) if has_symbols else _AS_IT_IS:
+                    returned = one_example(*examples)
+                if not needed.is_noted:
+                    return returned
+            except Exception:
+                if not needed.is_noted:
+                    raise
+            finally:
+                FINDING.reset(token)
+            # Imported here, since importing batchax would be slower with it.
+            from batchax.rows.dynamic_sizes import call_with_sizes
+
+            return call_with_sizes(one_example, examples)
+
         def apart(call: Call) -> Call:
             runner = runner_of(divergence, call.values, spread=True)
             return replace(call, axis=replace(call.axis, divergence=runner))
 
-        _compat.named_after(one_example, fun)
+        _compat.named_after(finding_sizes, fun)
         passes = []
         if MappedRows in kinds:
             passes.append(stages.in_rows(shards))
@@ -312,10 +333,7 @@ def vmap(
             passes.append(chunk_lanes(stages.chunking))
         elif typed:
             passes.append(infer_mesh_from_arguments(apart))
-        # Imported here, since importing batchax would be slower with it.
-        from batchax.rows.dynamic_sizes import with_sizes_found
-
-        call = Call(axis, with_sizes_found(one_example), mapped)
+        call = Call(axis, finding_sizes, mapped)
         write = None
         chunking = stages.chunking
         if shards is not None or (chunking is not None and chunking.applies_to(size)):
@@ -336,6 +354,7 @@ def vmap(
     return cast(Any, batched)
 
 
+_AS_IT_IS = nullcontext()
 _USUAL = {name: p.default for name, p in inspect.signature(vmap).parameters.items()}
 _AXES = {"in_axes", "out_axes"}
 _OF_PROCESSES = {"memory_limit", "spmd_axis_name", "mesh"}  # may differ between processes

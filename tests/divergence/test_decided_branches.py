@@ -21,7 +21,7 @@ from batchax.execution.chunk_loop import (
     Gathered,
     chunk_loop,
 )
-from batchax.jaxprs.own_primitives import expanded
+from batchax.jaxprs.primitive_facts import expanded
 
 from support.forced import DECIDED, FORCED, MASKED_DERIVATIVES
 from support.oracle import at_once, example, same

@@ -10,7 +10,7 @@ from jax import lax
 
 import batchax as bx
 from batchax.divergence import runner
-from batchax.divergence.limits import may_part
+from batchax.divergence.costs import may_part
 from batchax.jaxprs.bodies import Anywhere
 from batchax.kernel import inner
 
@@ -54,7 +54,7 @@ def test_a_scan_in_which_no_lanes_diverge_is_batched_for_lanes_in_lockstep(
 
     monkeypatch.setattr(inner, "_batch_inner", noted)
     # Tests have several devices, on which lanes stay in lockstep.
-    monkeypatch.setattr(runner.Runner, "leaves", lambda self, values: False)
+    monkeypatch.setattr(runner, "may_be_spread", lambda values, most: False)
     jaxpr = trace()
     assert all(lockstep)
     # If something in it might diverge, it would be batched for that as well, to the same program.

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import batchax as bx
-from batchax.jaxprs.own_primitives import shown
+from batchax.jaxprs.primitive_facts import shown
 from batchax.kernel import registry
 from batchax.kernel.own_primitive import declared
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from batchax.jaxprs.own_primitives import operations_of
+from batchax.jaxprs.primitive_facts import operations_of
 
 from fuzz import numpy_operations
 

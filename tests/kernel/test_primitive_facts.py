@@ -21,7 +21,7 @@ LISTED = """
 import json
 import batchax
 from batchax import _compat
-from batchax.jaxprs.own_primitives import is_own
+from batchax.jaxprs.primitive_facts import is_own
 from batchax.jaxprs.primitive_facts import facts_of, has_entry
 from batchax.analysis.cost import has_price
 found = _compat.primitives_by_name()

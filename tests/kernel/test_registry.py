@@ -13,8 +13,7 @@ from jax.extend.core import Primitive
 
 import batchax as bx
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.own_primitives import is_own, operations_of, shown
-from batchax.jaxprs.primitive_facts import UNKNOWN, facts_of
+from batchax.jaxprs.primitive_facts import UNKNOWN, facts_of, is_own, operations_of, shown
 from batchax.kernel import own_primitive as module
 from batchax.kernel import registry
 from batchax.kernel.own_primitive import OF_OPERATIONS, NoDerivative, own_primitive

@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 
 import batchax as bx
 from batchax.jaxprs.error_format import line_of, spoken
-from batchax.jaxprs.own_primitives import _own
+from batchax.jaxprs.primitive_facts import _own
 
 X = jnp.arange(15.0).reshape(5, 3)
 HERE = r"test_spoken.py:\d+"

@@ -12,11 +12,9 @@ asks for the newer: with Python 3.11 at the latest, for which 0.10.2 is the last
 from batchax._compat.checkify_rules import *
 from batchax._compat.jaxprs import *
 from batchax._compat.lines import *
-from batchax._compat.mesh_types import *
 from batchax._compat.numpy_patches import *
 from batchax._compat.one_function import *
 from batchax._compat.primitives import *
 from batchax._compat.row_sizes import *
 from batchax._compat.staging import *
-from batchax._compat.types import *
 from batchax._compat.vmap_of_jax import *

@@ -30,9 +30,8 @@ from jax.experimental.key_reuse._core import (
 )
 from jax.extend.core.primitives import while_p
 
-from batchax._compat.jaxprs import checks
+from batchax._compat.jaxprs import Aval, ClosedJaxpr, Effects, Params, Primitive, Value, checks
 from batchax._compat.staging import as_one_call, stage
-from batchax._compat.types import Aval, ClosedJaxpr, Effects, Params, Primitive, Value
 
 
 class Checking(NamedTuple):

@@ -21,7 +21,7 @@ from jax._src.traceback_util import api_boundary as _of_function
 from jax._src.traceback_util import filter_traceback, register_exclusion
 from jax.extend import source_info_util
 
-from batchax._compat.types import Eqn
+from batchax._compat.jaxprs import Eqn
 
 current_name_stack = source_info_util.current_name_stack
 name_stack_extended = source_info_util.transform_name_stack

@@ -69,7 +69,7 @@ class _Patch:
         @functools.wraps(original)
         # Other threads call the original.
         def ours(*args: Any, **kwargs: Any) -> Any:
-            return (here if _staging.get() else original)(*args, **kwargs)
+            return (here if traces_rows.get() else original)(*args, **kwargs)
 
         here = functools.partial(replacement, original)
         ours.__module__, ours.__qualname__ = module.__name__, name  # where `pickle` finds it
@@ -82,7 +82,8 @@ class _Patch:
 
 PATCHES: list[_Patch] = []  # made by imports
 
-_staging: ContextVar[bool] = ContextVar("staging", default=False)
+traces_rows: ContextVar[bool] = ContextVar("batchax_traces_rows", default=False)
+"""Whether this thread traces rows."""
 
 _calls = 0
 
@@ -100,10 +101,9 @@ def looked_up_before(names: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def resolve_patched(function: T) -> T | Callable[..., Any]:
     """Returns the replacement of a function that was passed, while rows are traced."""
-    if _staging.get():
-        for patch in PATCHES:
-            if function is patch.original:
-                return patch.ours
+    for patch in PATCHES:
+        if function is patch.original:
+            return patch.ours
     return function
 
 
@@ -117,11 +117,11 @@ def patched() -> Iterator[None]:
         if _calls == 1:
             for patch in PATCHES:
                 patch.put(patch.ours, patch.original)
-    before = _staging.set(True)
+    before = traces_rows.set(True)
     try:
         yield
     finally:
-        _staging.reset(before)
+        traces_rows.reset(before)
         with _lock:
             _calls -= 1
             if _calls == 0:

@@ -20,10 +20,15 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core.primitives import cond_p
 
-from batchax._compat.jaxprs import hoist_constants
-from batchax._compat.mesh_types import checked_axes, varying_alike
+from batchax._compat.jaxprs import (
+    Aval,
+    ClosedJaxpr,
+    Value,
+    checked_axes,
+    hoist_constants,
+    varying_alike,
+)
 from batchax._compat.staging import stage
-from batchax._compat.types import Aval, ClosedJaxpr, Value
 from batchax.config import config
 
 # What XLA makes of these two words is tested on these versions of jaxlib; see `single_kernels`.

@@ -18,8 +18,8 @@ from jax.experimental import hijax
 from jax.extend import linear_util
 from jax.interpreters import ad, batching
 
+from batchax._compat.jaxprs import Aval, HighOperation, Primitive, Value, Values
 from batchax._compat.staging import tracing
-from batchax._compat.types import Aval, HighOperation, Primitive, Value, Values
 
 
 def find_primitive(name: str) -> Primitive | None:

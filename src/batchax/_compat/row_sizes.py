@@ -17,7 +17,7 @@ from jax._src.dtypes import (
 )
 from jax.typing import DTypeLike
 
-from batchax._compat.types import Dim, Value
+from batchax._compat.jaxprs import Dim, Value
 
 
 class RowScope(jax.export.SymbolicScope):

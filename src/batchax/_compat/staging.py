@@ -20,9 +20,7 @@ from jax._src.util import register_cache, weakref_cache_key_types
 from jax.extend import linear_util
 from jax.interpreters import partial_eval
 
-from batchax._compat.jaxprs import close
-from batchax._compat.mesh_types import check_vma, checked_axes, varying_as
-from batchax._compat.types import (
+from batchax._compat.jaxprs import (
     ClosedJaxpr,
     Dim,
     Params,
@@ -30,6 +28,10 @@ from batchax._compat.types import (
     Value,
     Values,
     Var,
+    check_vma,
+    checked_axes,
+    close,
+    varying_as,
 )
 
 T = TypeVar("T")

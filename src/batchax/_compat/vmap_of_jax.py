@@ -18,7 +18,7 @@ from jax._src.interpreters.batching import (
 )
 from jax.interpreters import batching
 
-from batchax._compat.types import Dim, Primitive, Value
+from batchax._compat.jaxprs import Dim, Primitive, Value
 
 
 def jax_has_rule(primitive: Primitive) -> bool:
@@ -63,11 +63,6 @@ def axis_data(name: Hashable, size: Dim, spmd_name: tuple[Hashable, ...] | None)
     # The operations (``jax.experimental.hijax``) are public, and the class that their methods take
     # is not. Since 0.12, functions of ``jax.numpy`` are built on them.
     return AxisData(name, size, spmd_name, None)
-
-
-def has_own_batches(x: object) -> bool:
-    """Returns whether the type of `x` defines its batches and examples."""
-    return type(x) in vmappables
 
 
 def own_batches(x: object) -> tuple[Callable[..., Any], Callable[..., Any]]:

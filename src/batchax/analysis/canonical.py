@@ -24,8 +24,7 @@ from jax.sharding import AxisType
 
 from batchax import _compat
 from batchax.jaxprs.evaluate import evaluate
-from batchax.jaxprs.own_primitives import operations_of
-from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.primitive_facts import facts_of, operations_of
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
 

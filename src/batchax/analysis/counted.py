@@ -37,8 +37,7 @@ from batchax.jaxprs.evaluate import (
     variables_used,
     walk,
 )
-from batchax.jaxprs.own_primitives import expanded, operations_of, shown
-from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.primitive_facts import expanded, facts_of, operations_of, shown
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Tree, Value, Var
 
 _LOOP = "batchax_loop_"

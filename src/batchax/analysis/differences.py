@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.analysis.canonical import LEAVES, CanonicalProgram, Table
-from batchax.jaxprs.own_primitives import shown
+from batchax.jaxprs.primitive_facts import shown
 from batchax.jaxprs.types import Atom, Eqn
 
 

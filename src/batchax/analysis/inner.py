@@ -13,8 +13,7 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.jaxprs.bodies import Body, bodies_of
-from batchax.jaxprs.own_primitives import expanded, operations_of
-from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.primitive_facts import expanded, facts_of, operations_of
 from batchax.jaxprs.types import Atom, Eqn, Jaxpr, Program, Value, Var
 
 

@@ -49,7 +49,7 @@ from batchax.execution.chunk_loop import (
 )
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.slices import entry_of, with_derivative_of
-from batchax.jaxprs.own_primitives import as_decided
+from batchax.jaxprs.primitive_facts import as_decided
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, BoundedLoop, PlacedOutputs, Position, WhileLoop, match_axis

@@ -40,8 +40,16 @@ from batchax.analysis.cost import (
 )
 from batchax.analysis.one_function import fits_single_kernel
 from batchax.divergence import policy
-from batchax.divergence.costs import BranchCost, launch_time, length, time_begun, time_to_move
-from batchax.divergence.limits import CANNOT_MOVE, NAME, can_move
+from batchax.divergence.costs import (
+    CANNOT_MOVE,
+    NAME,
+    BranchCost,
+    can_move,
+    launch_time,
+    length,
+    time_begun,
+    time_to_move,
+)
 from batchax.divergence.policy import Masked, Serial
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import (

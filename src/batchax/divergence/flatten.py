@@ -11,9 +11,8 @@ from jax.core import eval_jaxpr
 from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
-from batchax.divergence.costs import may_wait
+from batchax.divergence.costs import HOST, can_move, may_wait, why_together
 from batchax.divergence.flat import FlatLoop
-from batchax.divergence.limits import HOST, can_move, why_together
 from batchax.divergence.loops import VARIES_LESS, Waiting, as_weak_as, bind, with_index
 from batchax.divergence.nest import nest_of, prices_of_step
 from batchax.divergence.opening import scan_as_while, while_of_scan

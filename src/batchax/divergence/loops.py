@@ -38,7 +38,7 @@ from batchax.execution.call import without_references
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
 from batchax.execution.slices import entry_of, put_entry
-from batchax.jaxprs.own_primitives import as_decided
+from batchax.jaxprs.primitive_facts import as_decided
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Tree, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (

@@ -19,19 +19,21 @@ from batchax.config import config
 from batchax.divergence.bounded import TailCompaction, bounded_divergent, run_with_tail
 from batchax.divergence.branches import run_branches
 from batchax.divergence.compact import Compact
-from batchax.divergence.costs import WITH_DERIVATIVE, Step, price_at_most
-from batchax.divergence.flatten import run_flat
-from batchax.divergence.limits import (
+from batchax.divergence.costs import (
     CANNOT_MOVE,
     HOST,
     NAME,
     VARYING,
+    WITH_DERIVATIVE,
+    Step,
     calls_back,
     can_move,
     may_part,
+    price_at_most,
     reject_collectives,
     why_together,
 )
+from batchax.divergence.flatten import run_flat
 from batchax.divergence.loops import VARIES_LESS, Waiting, bind, divergent_loop
 from batchax.divergence.policy import (
     SHOWN,

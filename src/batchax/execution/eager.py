@@ -21,7 +21,7 @@ from batchax import _compat
 from batchax.cache import Cache
 from batchax.errors import SmallerChunksWarning
 from batchax.jaxprs.bodies import Anywhere
-from batchax.jaxprs.own_primitives import expanded
+from batchax.jaxprs.primitive_facts import expanded
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.registry import is_foreign

@@ -41,8 +41,8 @@ from batchax.jaxprs.primitive_facts import facts_of, has_entry
 from batchax.jaxprs.types import Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Position, Positions
-from batchax.kernel.debug_nans import checks_nans_here, in_jit
 from batchax.kernel.differing import differing, differing_through, differs_of
+from batchax.kernel.interpreter import checks_nans_here, in_jit
 from batchax.kernel.named_axes import mesh_around
 from batchax.rules.masking import hazards
 

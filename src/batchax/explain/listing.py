@@ -22,8 +22,7 @@ from batchax.explain.account import Equation, Service, Source, Value, Work
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce
 from batchax.jaxprs.bodies import Body, bodies_of, programs_inside
 from batchax.jaxprs.evaluate import plan
-from batchax.jaxprs.own_primitives import shown
-from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.primitive_facts import facts_of, shown
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batched_aval

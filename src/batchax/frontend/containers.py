@@ -186,7 +186,7 @@ def _example_of(x: Value, axis: Position) -> Value:
     """Returns what stands for one lane of `x`: of its type, for which nothing is computed."""
     if x is LANE_INDEX:
         return np.int32(0)
-    if axis is None or _compat.has_own_batches(x):
+    if axis is None or type(x) in _compat.vmappables:
         return x
     shape = list(np.shape(x))
     del shape[axis]
@@ -375,7 +375,7 @@ def parts_of_argument(value: Value, spec: AxesTree, path: str) -> Parts | None:
     """Takes an argument apart that is a container; returns None for any other."""
     container = _containers.get(_type(value))
     if container is None:
-        if not _compat.has_own_batches(value):
+        if type(value) not in _compat.vmappables:
             return None
         return vmappable_parts_of_argument(value, spec, path)
     spec = _checked(value, container.spec_type, spec, path, "in_axes")
@@ -393,7 +393,7 @@ def parts_of_output(value: Value, spec: AxesTree, path: str, size: int | None) -
     """Takes a container apart that is an output of one of `size` lanes; returns None for others."""
     container = _containers.get(_type(value))
     if container is None:
-        if not _compat.has_own_batches(value):
+        if type(value) not in _compat.vmappables:
             return None
         return vmappable_parts_of_output(value, spec, path, size)
     if spec is not None:
@@ -458,7 +458,7 @@ def is_container(value: Value) -> bool:
     return (
         _type(value) in _containers
         or isinstance(value, BatchOfRows)
-        or _compat.has_own_batches(value)
+        or _type(value) in _compat.vmappables
     )
 
 

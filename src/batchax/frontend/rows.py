@@ -1,9 +1,13 @@
-"""The options of `vmap` for rows of different lengths."""
+"""The options of `vmap` for rows of different lengths; where sizes are found that differ."""
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
+
+import jax
 
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.options import check_count, check_one_of
@@ -41,6 +45,27 @@ class RowOptions:
                     f"{option} needs rows of different lengths, but no mapped argument is a "
                     f"batchax.Ragged. Pass one, or remove {option}."
                 )
+
+
+class SizesNeeded(Exception):
+    """Notes that a function of one example needs sizes that it computes, where it has none.
+
+    It is traced again then, with symbols for them. It may have handled the exception by itself.
+    """
+
+    is_noted = False
+
+    def noted(self) -> SizesNeeded:
+        self.is_noted = True
+        return self
+
+
+FINDING: ContextVar[Any] = ContextVar("batchax_finding", default=None)
+"""The `SizesNeeded`, or the `Finding` if it has symbols, of the function that is being traced."""
+
+# What `jax.jit` has traced where sizes may be found has their symbols in it, which mean nothing
+# elsewhere.
+IN_SCOPE = jax.make_user_context(None)
 
 
 def find_row_options(

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.jaxprs.bodies import with_inside
-from batchax.jaxprs.own_primitives import shown
+from batchax.jaxprs.primitive_facts import shown
 from batchax.jaxprs.types import Eqn
 
 

@@ -1,4 +1,4 @@
-"""The names of `_compat.types`, which all packages annotate with."""
+"""The names of types in `_compat`, which all packages annotate with."""
 
 from batchax._compat import Atom as Atom
 from batchax._compat import Aval as Aval

@@ -19,8 +19,7 @@ from batchax import _compat
 from batchax.cache import Cache, cached_on
 from batchax.jaxprs.bodies import Anywhere, Body, bodies_of, control_flow, with_inside
 from batchax.jaxprs.evaluate import bind_equation, evaluate
-from batchax.jaxprs.own_primitives import operations_of
-from batchax.jaxprs.primitive_facts import enter, facts_of
+from batchax.jaxprs.primitive_facts import enter, facts_of, operations_of
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Positions

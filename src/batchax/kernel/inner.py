@@ -34,8 +34,7 @@ from batchax.kernel.axis import (
     sharding_on_mesh,
 )
 from batchax.kernel.captured import may_be_differentiated, reject_lost
-from batchax.kernel.debug_nans import checks_nans_here
-from batchax.kernel.interpreter import interpret
+from batchax.kernel.interpreter import checks_nans_here, interpret
 from batchax.kernel.named_axes import (
     Varying,
     any_uses_axis,

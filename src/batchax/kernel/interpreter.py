@@ -13,6 +13,13 @@ the next. So lanes run sequentially from the first such callback to the last. As
 possible do: what a later callback does not need of an earlier one is computed before or after, for
 all lanes at once. Calls with unbatched operands are made once, between the lanes before and after.
 The same holds for collectives.
+
+With ``jax.debug_nans`` and ``jax.debug_infs``, JAX looks at the results of each operation that it
+computes eagerly, and at those of each compiled program. A batched function computes more than its
+examples do: for lanes that are masked, in padding, in blank buffers, of neutral values. A NaN there
+is not the user's. So such operations run with the options off, and then their results, which are
+the user's, are checked. If they are differentiated they are one compiled program besides, because
+the reverse pass would check each operation that was computed eagerly.
 """
 
 from __future__ import annotations
@@ -21,35 +28,28 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain, compress
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
+from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Literal
-from jax.extend.core.primitives import jit_p
+from jax.extend.core.primitives import copy_p, jit_p
 from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.errors import SequentialFallbackWarning, UnsupportedError
 from batchax.jaxprs.bodies import bodies_of, control_flow, program_called
 from batchax.jaxprs.error_format import line_of, spoken
-from batchax.jaxprs.evaluate import (
-    Step,
-    bind_equation,
-    plan,
-    values_of,
-    variables_in,
-    walk,
-)
-from batchax.jaxprs.own_primitives import is_own, shown
-from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.types import Atom, Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.evaluate import Step, bind_equation, plan, values_of, variables_in, walk
+from batchax.jaxprs.primitive_facts import facts_of, is_own, shown
+from batchax.jaxprs.types import Atom, Eqn, Jaxpr, Tree, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis, sharding_on_mesh
-from batchax.kernel.debug_nans import checks_nans_here, found, hide_from_debug_nans, in_jit
 from batchax.kernel.differing import OPENED, differing_in, differing_through, differs_of
 from batchax.kernel.named_axes import (
     as_lanes,
@@ -562,3 +562,98 @@ def _batch(
 def _number(position: Position) -> Position:
     """Converts a position to Python's int, which JAX expects."""
     return position if position is None else int(position)
+
+
+T = TypeVar("T")
+
+WHOLE = "batchax.vmap"
+"""What made the results of a call that is not looked at operation by operation."""
+
+
+_inside = ContextVar("batchax_unseen", default=False)
+
+
+def checks_nans_here() -> bool:
+    """Returns whether JAX would check each operation here, where it must see only user values."""
+    config: Any = jax.config
+    looks = config.jax_debug_nans or config.jax_debug_infs
+    return looks and not (_inside.get() or recording.is_on())
+
+
+def in_jit() -> bool:
+    """Returns whether operations are traced into a program instead of being computed now."""
+    if _compat.staging():
+        return True  # no need to stage an operation to see it
+    # An operation on constants shows whether the trace in scope makes tracers of them.
+    return _compat.tracing() and isinstance(jnp.zeros(()), Tracer)
+
+
+def hide_from_debug_nans(run: Callable[..., T], args: Tree, name: str) -> T:
+    """Runs `run(*args)` so that JAX checks only its final arrays for NaN.
+
+    Raises FloatingPointError, which names `name`, if there is one in the results.
+    """
+    if not checks_nans_here():
+        return run(*args)
+    staged = in_jit()
+    # Traced operands are checked later, by JAX or a transform. One compiled program hides the
+    # intermediate values from that check.
+    if staged or any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
+        token = _inside.set(True)
+        try:
+            run = _as_one_program(run, args)
+        finally:
+            _inside.reset(token)
+    with jax.debug_nans(False), jax.debug_infs(False):
+        outs = run(*args)
+    return outs if staged else seen(outs, name)
+
+
+def seen(outs: T, name: str) -> T:
+    """Copies `outs`, so that JAX checks them, values behind tracers, and later cotangents."""
+    try:
+        return jax.tree.map(lambda x: copy_p.bind(x) if _is_inexact(x) else x, outs)
+    except FloatingPointError as error:
+        raise found(error, name) from None
+
+
+def found(error: Exception, name: str) -> FloatingPointError:
+    infinite = "(inf)" in str(error) or getattr(error, "ty", "") == "inf"
+    return FloatingPointError(
+        f"invalid value ({'inf' if infinite else 'nan'}) encountered in {name}"
+    )
+
+
+def _as_one_program(run: Callable[..., T], args: Tree) -> Callable[..., T]:
+    """Wraps `run` in a call of one compiled program of the traced leaves of `args`."""
+
+    def of_traced(*xs: Value) -> tuple[list[Any], Any]:
+        given = iter(xs)
+        own = [next(given) if isinstance(x, Tracer) else x for x in leaves]
+        outs, out_tree = jax.tree.flatten(run(*jax.tree.unflatten(tree, own)))
+        # Results that are not traced are returned with their values, outside of the program.
+        made = [x for x in outs if isinstance(x, Tracer)]
+        return made, (out_tree, [None if isinstance(x, Tracer) else (x,) for x in outs])
+
+    leaves, tree = jax.tree.flatten(args)
+    types = [jax.typeof(x) for x in leaves if isinstance(x, Tracer)]
+    program, (out_tree, at_hand) = _compat.stage_described(of_traced, types)
+    evaluate = functools.partial(eval_jaxpr, program.jaxpr, program.consts)
+    if in_jit() and not _compat.observed(program.effects):
+        # What reverse mode keeps is looked at where a `jit` around ends: so it keeps arguments.
+        evaluate = jax.checkpoint(evaluate)
+    # `jax.disable_jit` is meant for the programs of the user.
+    with jax.disable_jit(False):
+        whole = _compat.stage(jax.jit(evaluate), types)
+
+    def call(*args: Tree) -> T:
+        xs = [x for x in jax.tree.leaves(args) if isinstance(x, Tracer)]
+        made = iter(eval_jaxpr(whole.jaxpr, whole.consts, *xs))
+        outs = [next(made) if x is None else x[0] for x in at_hand]
+        return jax.tree.unflatten(out_tree, outs)
+
+    return call
+
+
+def _is_inexact(x: Value) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -28,8 +28,7 @@ from batchax.jaxprs.bodies import (
     is_rebuilt,
 )
 from batchax.jaxprs.evaluate import Rewriter, bind_equation, evaluate
-from batchax.jaxprs.own_primitives import operations_of, stands_for
-from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.primitive_facts import enter, operations_of, stands_for
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Params, Value, Values
 from batchax.kernel.registry import Rule, serve_own
 from batchax.kernel.reverse_rules import with_reverse_rules

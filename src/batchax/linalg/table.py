@@ -13,7 +13,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.bodies import Anywhere
-from batchax.jaxprs.own_primitives import divided
+from batchax.jaxprs.primitive_facts import divided
 from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.linalg import eigh, product, qr, svd
 from batchax.linalg.elements import largest, parts

@@ -18,7 +18,7 @@ from batchax.frontend.arguments import check_untraced
 from batchax.frontend.in_axes import spread_in_axes, without_objects
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.error_format import spoken
-from batchax.jaxprs.own_primitives import shown
+from batchax.jaxprs.primitive_facts import shown
 from batchax.jaxprs.types import Aval, AxesTree, Eqn, Tree, Value, Values
 from batchax.kernel.recording import Recorder
 from batchax.nonfinite.origins import (

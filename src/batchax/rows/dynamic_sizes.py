@@ -16,7 +16,6 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +32,7 @@ from batchax.cache import Cache
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import Described, FlatOutputs, OutputArray
+from batchax.frontend.rows import FINDING, IN_SCOPE, SizesNeeded
 from batchax.jaxprs.error_format import brief
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front
@@ -79,10 +79,8 @@ from batchax.rules.masking import find_collective
 class Finding:
     """A function that is being staged, and the sizes that it has found so far."""
 
-    # Of the symbols of its program; None where it has none yet, and will be staged again.
-    scope: Any
-    needed: bool = False  # whether it asked for a symbol where it has none
-    outermost: Any = None  # what JAX traces where no function inside is traced, if there is a scope
+    scope: Any  # of the symbols of its program
+    outermost: Any  # what JAX traces where no function inside is traced
     # By condition and limit what was found: what has one condition has one size.
     places: list[tuple[Any, int | None, Any, Any]] = field(default_factory=list)
 
@@ -90,9 +88,6 @@ class Finding:
         self, condition: Value, limit: int | None, called: str, given: Value
     ) -> jax.Array:
         """The places where a vector of bools, which is made of what is `given`, is true."""
-        if self.scope is None:
-            self.needed = True
-            raise _SizeNeeded
         here = _trace_state()
         for condition_then, its_limit, where, places in self.places:
             if condition_then is given and its_limit == limit and where == here:
@@ -121,35 +116,20 @@ class Finding:
 _SYMBOL = re.compile(r"\bfound\d+_\d+\b")
 
 
-class _SizeNeeded(Exception):
-    """A function that is staged without symbols found a size."""
-
-
 def _trace_state() -> object:
     return get_opaque_trace_state(convention="nnx")
 
 
 _numbers = itertools.count(1000)
 
-_finding: ContextVar[Finding | None] = ContextVar("batchax_finding", default=None)
-
-
-def finding_sizes() -> Finding | None:
-    return _finding.get()
-
-
-# What `jax.jit` has traced where sizes may be found has their symbols in it, which mean nothing
-# elsewhere.
-_in_scope = jax.make_user_context(None)
-
 
 @contextmanager
-def _staged_with(scope: _compat.RowScope | None) -> Iterator[Finding]:
-    finding = Finding(scope, outermost=None if scope is None else _trace_state())
-    before = _finding.set(finding)
+def _staged_with(scope: _compat.RowScope) -> Iterator[None]:
+    finding = Finding(scope, _trace_state())
+    before = FINDING.set(finding)
     try:
-        with _in_scope(scope):
-            yield finding
+        with IN_SCOPE(scope):
+            yield
     except Exception as error:
         if finding.places and _SYMBOL.search(str(error)):
             error.add_note(
@@ -158,37 +138,20 @@ def _staged_with(scope: _compat.RowScope | None) -> Iterator[Finding]:
             )
         raise
     finally:
-        _finding.reset(before)
+        FINDING.reset(before)
 
 
 _scopes = Cache("the scope of sizes that are found where there are no rows", most=1)
 
 
-def with_sizes_found(function: Described) -> Described:
-    """`function`, which may find sizes: of arrays it returns arrays, and the sizes that they have.
-
-    Whether it does is known once it asks, and then it is staged again.
-    """
-
-    def run(*examples: Value) -> tuple[list[Any], FlatOutputs]:
-        with _staged_with(None) as first:
-            try:
-                returned = function(*examples)
-            except Exception:
-                if not first.needed:
-                    raise
-            else:
-                if not first.needed:
-                    return returned
-        sizes = (d for x in examples for d in jnp.shape(x) if _compat.is_row_size(d))
-        symbol = next(sizes, None)
-        if symbol is None:
-            return _as_arrays(function, examples)
-        with _staged_with(symbol.scope):  # of rows, which run padded
-            return function(*examples)
-
-    _compat.named_after(run, function)
-    return run
+def call_with_sizes(function: Described, examples: Sequence[Any]) -> tuple[list[Any], FlatOutputs]:
+    """Calls a function that finds sizes: of arrays it returns arrays, and the sizes they have."""
+    sizes = (d for x in examples for d in jnp.shape(x) if _compat.is_row_size(d))
+    symbol = next(sizes, None)
+    if symbol is None:
+        return _as_arrays(function, examples)
+    with _staged_with(symbol.scope):  # of rows, which run padded
+        return function(*examples)
 
 
 @_compat.patched()
@@ -450,7 +413,7 @@ def _places(condition: Value, max_size: int | None, called: str, given: Value) -
     """Where a vector of bools is true, as int32."""
     check_max_size(max_size, called)
     if isinstance(condition, Tracer):
-        finding = finding_sizes()
+        finding = FINDING.get()
         if finding is None:
             raise UnsupportedError(
                 f"{called}: its result has a size that depends on values, which are traced under "
@@ -458,6 +421,8 @@ def _places(condition: Value, max_size: int | None, called: str, given: Value) -
                 "or batchax.map without out=, where each lane has its own size; for one example, "
                 "use jax.numpy with size=."
             )
+        if isinstance(finding, SizesNeeded):
+            raise finding.noted()
         return finding.places_of(condition, max_size, called, given)
     (places,) = np.nonzero(condition)
     _check_enough(len(places), max_size, called)

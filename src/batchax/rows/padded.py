@@ -27,8 +27,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import programs_inside
 from batchax.jaxprs.error_format import line_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
-from batchax.jaxprs.own_primitives import shown
-from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.primitive_facts import facts_of, shown
 from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.named_axes import bind_varying

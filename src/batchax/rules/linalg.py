@@ -23,9 +23,8 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, RuleOutputs, match_axis, move_axis
-from batchax.kernel.debug_nans import hide_from_debug_nans
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner, batched_aval, example_aval
-from batchax.kernel.interpreter import Place
+from batchax.kernel.interpreter import Place, hide_from_debug_nans
 from batchax.kernel.named_axes import vary_over, varying_of
 from batchax.kernel.own_primitive import Flat, declare, own_primitive, tangents_of, transposed
 from batchax.kernel.registry import leading_rule, register_looking, register_rule

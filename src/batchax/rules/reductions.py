@@ -27,8 +27,7 @@ from batchax.analysis.one_function import as_terms, is_short
 from batchax.jaxprs.bodies import with_inside
 from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, shift_dims
-from batchax.kernel.debug_nans import hide_from_debug_nans
-from batchax.kernel.interpreter import Place
+from batchax.kernel.interpreter import Place, hide_from_debug_nans
 from batchax.kernel.named_axes import bind_varying
 from batchax.kernel.own_primitive import OF_OPERATIONS, declare, jvp_of, own_primitive
 from batchax.kernel.registry import reducing, reducing_rule, register_looking

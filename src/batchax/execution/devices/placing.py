@@ -47,7 +47,7 @@ from batchax.jaxprs.error_format import brief, show
 from batchax.jaxprs.primitive_facts import NEUTRAL, accumulator
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Position, Positions, inserted
-from batchax.kernel.debug_nans import in_jit
+from batchax.kernel.interpreter import in_jit
 from batchax.kernel.named_axes import mesh_around
 from batchax.rules.masking import is_inexact
 

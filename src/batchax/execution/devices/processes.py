@@ -19,7 +19,7 @@ from batchax.errors import AxisError, UnsupportedError
 from batchax.execution.devices import meetings
 from batchax.frontend.arguments import LocalRows, Mapped, MappedRows, OwnRows
 from batchax.jaxprs.types import Tree, Value
-from batchax.kernel.debug_nans import in_jit
+from batchax.kernel.interpreter import in_jit
 
 
 def of_several_processes(mesh: Mesh | AbstractMesh) -> bool:

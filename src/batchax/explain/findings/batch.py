@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 from batchax.analysis.cost import FINDINGS, LAUNCH, STEPS
 from batchax.config import config
 from batchax.divergence.compact import Compact
-from batchax.divergence.limits import rule_of_user
+from batchax.divergence.costs import rule_of_user
 from batchax.divergence.policy import SHOWN
 from batchax.divergence.runner import Runner, for_any_machine
 from batchax.errors import UnsupportedError

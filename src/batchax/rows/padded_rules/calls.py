@@ -24,7 +24,7 @@ from batchax.errors import BatchaxError, UnsupportedError
 from batchax.execution.slices import entry_of
 from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.evaluate import bind_equation
-from batchax.jaxprs.own_primitives import expanded
+from batchax.jaxprs.primitive_facts import expanded
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.own_primitive import tangents_of, transposed
 from batchax.rows.padded import (
