@@ -21,7 +21,7 @@ from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.own_primitive import declared
-from batchax.rows.blocks import find_blocks
+from batchax.rows.blocks import Elements, find_blocks, find_elements
 from batchax.rows.dynamic_sizes import found_switch_p
 from batchax.rows.index import row_places
 from batchax.rows.padded_rules.own_steps import run_own_steps
@@ -188,6 +188,13 @@ def sorting_with(f, sort):
     return sorted_by_others
 
 
+def count_in_blocks(lengths):
+    starts, sizes, row, places = row_places(lengths, 6, 3)
+    elements = Elements(starts, row, [places - row * 3], [sizes], None)
+    found = find_blocks(0 * lengths, (2,), 1)
+    return (find_elements(found, elements, [(3,)], 6).there >= 0).sum()
+
+
 def with_found_sizes(f):
     """`f` as what follows from a size that is found: of one element at most, or of two."""
 
@@ -244,6 +251,10 @@ AROUND = {
     "rows_of_blocks": lambda f: (
         lambda x: f(x) * find_blocks((x < TABLE[:2]).astype(np.int32), (1, 2), 3).held.sum(),
         lambda x: 2 * f(x),
+    ),
+    "elements_of_blocks": lambda f: (
+        lambda x: f(x) * count_in_blocks((x + TABLE[:2]).astype(np.int32)),
+        lambda x: f(x) * jnp.minimum((x + TABLE[:2]).astype(np.int32), 3).sum(),
     ),
     "row_places": lambda f: (
         lambda x: f(x) * row_places((x + TABLE[:2]).astype(np.int32), 4, 3)[1].sum(),

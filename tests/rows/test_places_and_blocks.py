@@ -1,5 +1,6 @@
 """Where conditions are true, and rows in blocks: the loop of a CPU, sums and scatters, Python's."""
 
+import functools
 import re
 
 import jax
@@ -8,7 +9,14 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.rows.blocks import RowsOfBlocks, _blocks, find_blocks
+from batchax.rows.blocks import (
+    Elements,
+    RowsOfBlocks,
+    _blocks,
+    _elements,
+    find_blocks,
+    find_elements,
+)
 from batchax.rows.index import row_places
 from batchax.rows.places_where import _places, places_where
 
@@ -50,11 +58,50 @@ def test_rows_are_in_blocks_of_their_class(kind):
             assert (row[held:] == row[0]).all()
 
 
+@pytest.mark.parametrize(
+    ("widths", "held", "size"), [((20, 10, 5), (2, 4, 8), 40), ((21, 10, 5), (1, 2, 4), 21)]
+)
+def test_elements_are_in_the_slots_of_their_rows(widths, held, size):
+    lengths = np.array([20, 3, 0, 7, 11, 5, 1, 10, 6, 4], np.int32)
+    capacity, blocks = int(lengths.sum()) + 3, 12  # there are elements of no row
+    kind = sum((lengths <= width).astype(np.int32) for width in widths[1:])
+
+    def find(lengths, kind, of):
+        starts, sizes, row, places = row_places(lengths, capacity, 20)
+        found = find_blocks(kind, held, blocks)
+        elements = Elements(starts, row, [places - row * 20], [sizes], None)
+        return starts, found, of(found, elements, [widths], size)
+
+    for of in (find_elements, _elements):
+        starts, found, places = jax.jit(lambda *xs, of=of: find(*xs, of))(lengths, kind)
+        at, back = np.asarray(places.at), np.asarray(places.back)
+        assert (at[lengths.sum() :] < 0).all()
+        for row, (start, length) in enumerate(zip(np.asarray(starts), lengths, strict=True)):
+            own = np.arange(start, start + length)
+            first = found.block[row] * size + found.slot[row] * widths[kind[row]]
+            assert (at[own] == first + np.arange(length)).all()
+            assert (places.there[at[own]] == own).all()
+            assert (back[at[own]] == own).all()
+        assert (back >= 0).sum() == lengths.sum()
+        # Slots of a block without rows hold its first row, and there is nothing behind a row.
+        for block, number in enumerate(np.asarray(found.number)[np.asarray(found.held) > 0]):
+            width = widths[number]
+            for slot in range(held[number]):
+                row = int(found.row[block, slot])
+                part = np.asarray(places.there)[block * size + slot * width :][:width]
+                assert part[: lengths[row]].tolist() == [
+                    *range(starts[row], starts[row] + lengths[row])
+                ]
+                assert (part[lengths[row] :] < 0).all()
+
+
 def test_steps_that_jax_counts_in_64_bits():
     with jax.enable_x64(True):
         places = places_where(np.array([False, True, True]), 2)
         blocks = find_blocks(np.array([0, 1, 0], np.int32), (2, 4), 3)
+        elements = jax.jit(functools.partial(in_blocks, find_elements))(np.ones(90, np.int32))
     assert places.tolist() == [1, 2]
+    assert elements.at.dtype == np.int32
     assert blocks.held.sum() == 3
 
 
@@ -64,7 +111,15 @@ def test_steps_that_jax_counts_in_64_bits():
 def kernels(fun, *args):
     """How many kernels a compiled program calls, about, where a short loop is one."""
     entry = jax.jit(fun).lower(*args).compile().as_text().split("ENTRY")[1]
-    return len(re.findall(r" = .* (?:fusion|call|while|scatter|reduce-window|sort)\(", entry))
+    return len(
+        re.findall(r" = .* (?:fusion|call|while|scatter|reduce-window|sort|gather)\(", entry)
+    )
+
+
+def in_blocks(find, kind):
+    starts, sizes, row, places = row_places(kind * 10, 900, 40)
+    elements = Elements(starts, row, [places - row * 40], [sizes], None)
+    return find(find_blocks(kind, (1, 2, 4), 80), elements, [(40, 20, 10)], 40)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +129,11 @@ def kernels(fun, *args):
         (
             lambda kind: tuple(find_blocks(kind, (1, 2, 4), 80)),
             lambda kind: _blocks(kind, capacity=(1, 2, 4), blocks=80),
+            np.ones(90, np.int32),
+        ),
+        (
+            lambda kind: in_blocks(find_elements, kind),
+            lambda kind: in_blocks(_elements, kind),
             np.ones(90, np.int32),
         ),
     ],
@@ -93,6 +153,14 @@ def test_programs_find_places_and_blocks_without_sums():
     rows = bx.Ragged(jnp.ones((lengths.sum(), 2)), jnp.asarray(lengths), 30)
     in_buckets = bx.vmap(lambda x: jnp.tanh(x @ x.T).sum(), buckets=3)
     assert not summed("scatter|reduce_window", in_buckets, rows)
+
+
+def test_blocks_run_until_one_is_empty_and_are_not_counted():
+    lengths = np.arange(90, dtype=np.int32) % 12
+    rows = bx.Ragged(jnp.ones((lengths.sum(), 2)), jnp.asarray(lengths), 30)
+    in_buckets = bx.vmap(lambda x: jnp.tanh(x @ x.T).sum(1), buckets=3)
+    entry = jax.jit(in_buckets).lower(rows).compile().as_text().split("ENTRY")[1]
+    assert not re.findall(r"= [fs]32\[\][^=]*(?:fusion|reduce|dot)\(", entry)
 
 
 def test_where_elements_are_is_not_computed_unless_needed():

@@ -175,8 +175,8 @@ class _Chunks:
     loop: ChunkLoop
     width: int  # lanes of a chunk; the last may have fewer
     operands: Values
-    # The order and number of selected lanes; None: all run. The order is None where the first lanes
-    # run one by one.
+    # The order and number of selected lanes; None: all run. Both are None where the first lanes run
+    # one by one.
     picked: tuple[Any, Any] | None
     steps: Steps
 
@@ -218,7 +218,7 @@ class _Chunks:
 def _picked(mask: Value, spec: Operand, chunk: int) -> tuple[Any, Any]:
     # The selected lanes come first, and a chunk is one lane: nothing is gathered.
     if isinstance(spec, ActiveMask) and spec.first and chunk == 1 and mask.dtype == bool:
-        return None, count_active(mask)
+        return None, None
     return gathered_lanes.in_order(mask, chunk)
 
 
@@ -230,8 +230,16 @@ def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> lis
         return chunks.step(i, chunks.width, results)
 
     if chunks.picked is not None:
-        _, count = chunks.picked
+        (_, count), size = chunks.picked, chunks.loop.size
         width = np.int32(chunks.width)
+
+        def is_left(start: Value) -> Value:
+            if count is not None:
+                return lax.lt(start, count)
+            # To count the lanes that come first is three more operations to compile.
+            own = entry_of(chunks.operands[0], lax.min(start, np.int32(size - 1)))
+            return lax.bitwise_and(own, lax.lt(start, np.int32(size)))
+
         (first,) = _compat.varying_alike([jnp.int32(0)], like=chunks.operands)
 
         # It counts lanes, not chunks: how many of these there are is one more operation to compile.
@@ -240,7 +248,7 @@ def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> lis
             results = chunks.step(lax.div(start, width), chunks.width, results, start)
             return lax.add(start, width), results
 
-        return while_loop(lambda state: lax.lt(state[0], count), once, (first, results))[1]
+        return while_loop(lambda state: is_left(state[0]), once, (first, results))[1]
     if not rest:
         return lax.fori_loop(np.int32(0), np.int32(full), step, results)
     if chunks.loop.progress is None and not _compat.calls_back(program.effects):

@@ -123,15 +123,15 @@ def _nothing(active: Value, room: int) -> tuple[Any, Any]:
     return order, count
 
 
-def of_chunk(order: Value | None, count: Value, start: Value, width: int) -> GatheredLanes:
+def of_chunk(order: Value | None, count: Value | None, start: Value, width: int) -> GatheredLanes:
     """Returns the lanes of the chunk that begins with entry `start` of `order`.
 
-    Without an order, the chunk is the lane at `start`.
+    Without an order and a count, the chunk is the lane at `start`, which is active.
     """
     entries = start + lax.iota(np.int32, width)
+    if order is None or count is None:
+        return GatheredLanes(entries, lax.eq(entries, entries), entries, start)
     counts = lax.lt(entries, lax.broadcast(count, (width,)))
-    if order is None:
-        return GatheredLanes(entries, counts, entries, start)
     lanes = part_of(order, start, 0, width)
     if width == 1:  # a chunk runs only if a lane is left
         return GatheredLanes(lanes, counts, lanes, lanes[0])

@@ -36,9 +36,9 @@ from batchax.execution.chunk_loop import (
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
-from batchax.kernel.inner import batch_function, returning_alike
+from batchax.kernel.inner import batch_function, inline_jaxpr, returning_alike
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_tangent_rule, with_values
-from batchax.rows.blocks import Places, find_blocks, taken
+from batchax.rows.blocks import Elements, Places, find_blocks, find_elements
 from batchax.rows.buckets import Weight, fewer_boxes, lightest_groups
 from batchax.rows.groups import KnownGroups, of_one_row
 from batchax.rows.index import moved
@@ -118,6 +118,11 @@ _LEAST_BLOCKS = 16  # that rows of one length should make
 def find_classes(
     program: RowProgram, batched: Sequence[bool], costs: Costs, most: int
 ) -> SizeClasses:
+    rows = _longest_in_block(program, batched, costs)
+    return SizeClasses.of(costs.padded.bounds, costs.packed.bounds, costs.rows, most, rows)
+
+
+def _longest_in_block(program: RowProgram, batched: Sequence[bool], costs: Costs) -> int:
     differs = differing_values(program, batched)
     steps = (s for s in program.steps if any(differs[i] for i in s.outputs))
     work = sum(costs.of(step, packed=False, differs=differs) for step in steps) / costs.rows
@@ -127,7 +132,7 @@ def find_classes(
     rows = 1
     while rows * work < worth and rows * _LEAST_BLOCKS < costs.rows:
         rows *= 2
-    return SizeClasses.of(costs.padded.bounds, costs.packed.bounds, costs.rows, most, rows)
+    return rows
 
 
 def choose_classes(
@@ -135,10 +140,11 @@ def choose_classes(
 ) -> SizeClasses | None:
     """The size buckets that padded steps take least time in; None for one bound for all rows."""
     steps, time_of_each = _padded_steps(program, packed, batched, costs)
-    bounds = costs.padded.bounds
-    time = lambda bounds: float(time_of_each(bounds).sum())
     if not steps:
         return None
+    bounds, rows = costs.padded.bounds, _longest_in_block(program, batched, costs)
+    by_size = _time_by_size(time_of_each, bounds, list(bounds))
+    time = lambda bounds: float(by_size(np.array([[*bounds.values()]]))[0])
     mean = max(_filled(costs, names) for names in [*zip(costs.alone), *costs.room])
     least_length, greatest = max(0.0, 2 * mean - 1), min(1.0, 2 * mean)  # of the bound
     spread = max(greatest - least_length, 1e-9)
@@ -146,7 +152,7 @@ def choose_classes(
     padded = costs.rows * time(bounds)
     best, least = None, padded
     for most in range(2, _MOST_CLASSES + 1):
-        classes = find_classes(program, batched, costs, most)
+        classes = SizeClasses.of(bounds, costs.packed.bounds, costs.rows, most, rows)
         if len(classes.rows) < most:
             break
         times = [time(each) for each in classes.bounds]
@@ -347,11 +353,12 @@ def class_switch(number: Value, programs: Sequence[ClosedJaxpr], operands: Value
     Its derivatives compute the program again: JAX would keep residuals of all programs.
     """
     programs, consts = _compat.hoist_constants(*programs)
+    inlined = [lambda *xs, p=p: inline_jaxpr(p, xs) for p in programs]
     runs = [functools.partial(eval_jaxpr, p.jaxpr, p.consts) for p in programs]
     smooth = [k for k, aval in enumerate(programs[0].out_avals) if is_inexact(aval)]
 
     def switch(number: Value, *xs: Value) -> list[Any]:
-        return list(lax.switch(number, runs, *xs))
+        return list(lax.switch(number, inlined, *xs))
 
     def rule(primals: Values, moving: Sequence[int], dots: Values) -> tuple[list[Any], list[Any]]:
         at = [i - 1 for i in moving]
@@ -410,14 +417,14 @@ class _Moving:
         self.lengths = {name: jnp.asarray(each.lengths) for name, each in rows.index.items()}
         self.blocks = find_blocks(_classes_of(classes, self.lengths), classes.rows, classes.blocks)
         self._bounds = Sizes(rows.bounds, {})
-        self._of_elements: dict[Any, Places] = {}
+        self._of_rows, self._of_elements = self.blocks.places, dict[Any, Places]()
 
     def into_blocks(self, given: Packed) -> jax.Array:
         """Blocks are in front; then come the elements of a block, or the slots for its rows."""
         at, x, bounds, size = ragged_axes(given.shape), given.value, None, -1
         if not at:
             assert given.axis is not None
-            places = self.blocks.places
+            places = self._of_rows
             x = jnp.moveaxis(x, given.axis, 0)
         else:
             dims = [given.shape[k] for k in at]
@@ -433,7 +440,7 @@ class _Moving:
         """A result, from what it is in blocks."""
         at, x = ragged_axes(shape), lax.collapse(x, 0, 2)
         if not at:
-            places = self.blocks.places
+            places = self._of_rows
             return Packed(moved(x, 0, places.at, places.back), shape, 0)
         dims, packed = [shape[k] for k in at], self.rows.holds(shape)
         bounds = tuple(map(self._bounds.bound, dims))
@@ -451,11 +458,13 @@ class _Moving:
         return self._of_elements[key]
 
     def _find_places(self, dims: Shape, bounds: tuple[int, ...] | None) -> Places:
-        count, blocks, size = self.rows.axis.size, self.blocks, self.classes.elements(dims)
+        count = self.rows.axis.size
         sizes = [self._size(dim) for dim in dims]
         # Of each element of all rows: which row it is of, and where it is there along each axis.
         if bounds is None:
             index = self.rows.along(tuple(map(str, dims)))
+            if len(dims) == 1:
+                sizes = [jnp.asarray(index.lengths)]
             row_of, places = jnp.asarray(index.rows), [jnp.asarray(index.places)]
             starts = jnp.asarray(index.starts[:: math.prod(index.before)])
             for bound in reversed(index.before):
@@ -465,38 +474,9 @@ class _Moving:
             row_of, *places = (x.reshape(-1) for x in np.indices((count, *bounds), np.int32))
             starts = np.arange(count, dtype=np.int32) * np.int32(math.prod(bounds))
 
-        # Of each place of a block, for each class: its slot, and where in the slot it is.
-        widths = [np.maximum(self.classes.widths(dim), 1) for dim in dims]
-        slots = blocks.row.shape[1]
-        slot = np.broadcast_to(np.arange(size, dtype=np.int32), (len(widths[0]), size))
-        within: list[Any] = []
-        for width in reversed(widths):
-            within.insert(0, slot % width[:, None])
-            slot = slot // width[:, None]
-        number = jnp.minimum(blocks.number, np.int32(len(widths[0]) - 1))
-        slot = taken(np.minimum(slot, slots), number)
-        within = [taken(at, number) for at in within]
-        ahead = np.arange(len(number), dtype=np.int32)[:, None] * np.int32(slots)
-        row = taken(blocks.row.reshape(-1), ahead + jnp.minimum(slot, np.int32(slots - 1)))
-        inside = slot < slots
-        for at, own in zip(within, sizes, strict=True):
-            inside &= at < taken(own, row)
-        room = [taken(own, row) for own in sizes] if bounds is None else list(map(np.int32, bounds))
-        element = taken(starts, row) + linear(within, room)
-        if bounds is None:  # rows of traced lengths end where the array does
-            inside &= element < np.int32(row_of.shape[0])
-        there = jnp.where(inside, element, np.int32(-1))
-        back = jnp.where(slot < blocks.held[:, None], there, np.int32(-1))
-
-        of_row = [jnp.take(width, blocks.kind, mode="clip") for width in widths]
-        first = blocks.block * np.int32(size) + blocks.slot * math.prod(of_row)
-        own_row = jnp.minimum(row_of, np.int32(count - 1))
-        at = taken(first, own_row) + linear(places, [taken(width, own_row) for width in of_row])
-        belongs = row_of < np.int32(count)
-        for place, own in zip(places, sizes, strict=True):
-            belongs &= place < taken(own, own_row)
-        at = jnp.where(belongs, at, np.int32(-1))
-        return Places(at, there.reshape(-1), back.reshape(-1))
+        elements = Elements(starts, row_of, places, sizes, bounds)
+        size = self.classes.elements(dims)
+        return find_elements(self.blocks, elements, list(map(self.classes.widths, dims)), size)
 
     def _size(self, dim: Dim) -> jax.Array:
         size = jnp.asarray(_compat.evaluate_size(dim, self.lengths), np.int32)
@@ -513,11 +493,3 @@ def _classes_of(classes: SizeClasses, lengths: Mapping[str, Any]) -> jax.Array:
     ]
     count = next(iter(lengths.values())).shape[0]
     return sum((x.astype(np.int32) for x in fits), jnp.zeros(count, np.int32))
-
-
-def linear(places: Sequence[Any], room: Sequence[Any]) -> jax.Array:
-    """The place of an element among all of a row, the last axis of which is the fastest."""
-    at = places[0]
-    for place, size in zip(places[1:], room[1:], strict=True):
-        at = at * size + place
-    return at
