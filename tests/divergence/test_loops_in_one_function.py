@@ -112,6 +112,7 @@ def test_lanes_are_counted_in_one_function(size):
     mask = np.random.default_rng(size).random(size) < 0.7
     for of in (mask, np.ones(size, bool), np.zeros(size, bool)):
         assert count_active(jnp.asarray(of), one_function=True) == of.sum()
+        assert count_active(jnp.asarray(of)) == of.sum()
 
 
 def test_what_no_step_changes_is_not_put_back():

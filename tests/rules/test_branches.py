@@ -195,3 +195,16 @@ def test_a_decomposition_is_skipped_where_no_lane_takes_its_branch():
         for g in (f, jax.grad(loss, 1)):
             expected = jnp.stack([g(*each) for each in zip(p, x, strict=True)])
             same(jax.jit(bx.vmap(g))(p, x), expected)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA for CPU")
+@pytest.mark.parametrize("lanes", [36, 128, 512])
+def test_whether_a_lane_takes_a_branch_is_one_kernel(lanes):
+    x = jnp.broadcast_to(2 * jnp.eye(4), (lanes, 4, 4))
+    takes = jnp.zeros(lanes, bool).at[-1].set(True)
+    inverse = bx.vmap(lambda b, x: lax.cond(b, jnp.linalg.inv, lambda x: x, x))
+    compiled = jax.jit(inverse).lower(takes, x).compile()
+    assert " conditional(" in compiled.as_text()
+    assert "reduce-window" not in compiled.as_text()
+    for some in (takes, ~takes, jnp.zeros(lanes, bool)):
+        same(compiled(some, x), jnp.where(some[:, None, None], x / 4, x))

@@ -10,11 +10,12 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.execution.slices import part_of
+from batchax.execution.slices import entry_of, part_of, put_entry
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Axis, Position, Positions
-from batchax.kernel.inner import batch_function, staged_once
+from batchax.kernel.inner import batch_function, staged_once, while_loop
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.rules.masking import is_best_packed, packed
 
 _CHUNKS = 16  # chunks that all lanes should make at least; for that, chunks are made narrower,
 _FEWEST = 16  # but no narrower than this
@@ -24,18 +25,16 @@ def count_active(
     active: Value, dtype: jax.typing.DTypeLike = np.int32, *, one_function: bool = False
 ) -> Value:
     """Counts active lanes. `one_function`: inside a single XLA kernel."""
-    if (
-        one_function or jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24
-    ):  # which a float counts to
-        mask = lax.convert_element_type(active, np.uint8)
-        if one_function and mask.size % 4 == 0:  # four lanes are one number, of as many bits
-            mask = lax.bitcast_convert_type(lax.reshape(mask, (mask.size // 4, 4)), np.uint32)
-            mask = lax.population_count(mask)
-        count = lax.reduce_sum(lax.convert_element_type(mask, np.int32), (0,))
-        return lax.convert_element_type(count, dtype)
-    # On a CPU a sum is several operations, each to be compiled, and a dot is one.
-    ones = lax.convert_element_type(active, np.float32)
-    return lax.convert_element_type(lax.dot(ones, ones), dtype)
+    size = active.shape[0]
+    if (one_function and size % 4 == 0) or is_best_packed(active):
+        ones = lax.population_count(packed(active))
+    elif one_function or jax.default_backend() != "cpu" or size >= 1 << 24:  # as a float counts to
+        ones = active
+    else:  # on a CPU a sum is several operations, each to be compiled, and a dot is one
+        ones = lax.convert_element_type(active, np.float32)
+        return lax.convert_element_type(lax.dot(ones, ones), dtype)
+    count = lax.reduce_sum(lax.convert_element_type(ones, np.int32), tuple(range(ones.ndim)))
+    return lax.convert_element_type(count, dtype)
 
 
 def fitting_width(most: int, size: int, least: int = _FEWEST) -> int:
@@ -77,17 +76,16 @@ def in_order(active: Value, room: int) -> tuple[Any, Any]:
 
 def _by_loop(room: int) -> Callable[..., Any]:
     def run(active: Value) -> tuple[Any, Any]:
-        def step(i: Value, state: tuple[Any, Any]) -> tuple[Any, Any]:
-            order, count = state
-            # Between known bounds `lax.fori_loop` counts in the type of Python's integers, which
-            # is int64 in double precision.
-            (i,) = _compat.varying_alike([lax.convert_element_type(i, np.int32)], like=[active])
+        def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            i, order, count = state
             # Written for every lane: one that is not active is written over by the next.
-            order = lax.dynamic_update_index_in_dim(order, i, count, 0)
-            hit = lax.dynamic_index_in_dim(active, i, 0, keepdims=False)
-            return order, count + lax.convert_element_type(hit, np.int32)
+            order = put_entry(order, i, count)
+            count = lax.add(count, lax.convert_element_type(entry_of(active, i), np.int32))
+            return lax.add(i, np.int32(1)), order, count
 
-        return lax.fori_loop(np.int32(0), np.int32(active.size), step, _nothing(active, room))
+        (first,) = _compat.varying_alike([np.int32(0)], like=[active])
+        goes_on = lambda state: lax.lt(state[0], np.int32(active.size))
+        return while_loop(goes_on, step, (first, *_nothing(active, room)))[1:]
 
     return run
 

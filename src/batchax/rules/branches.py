@@ -32,7 +32,15 @@ from batchax.rules.callbacks import is_seen, returning_zeros, with_active
 from batchax.rules.calls import calls_library, in_turn
 from batchax.rules.in_place import masked, updated_operands
 from batchax.rules.loops import run_divergent
-from batchax.rules.masking import expand_like, hazards, is_inexact, plan_masking, run_masked
+from batchax.rules.masking import (
+    expand_like,
+    hazards,
+    is_best_packed,
+    is_inexact,
+    packed,
+    plan_masking,
+    run_masked,
+)
 
 enter("linear control: cond")  # facts of its branches are read separately
 
@@ -202,7 +210,10 @@ def _if_any(
     nothing = returning_zeros(
         tuple(program.in_avals), tuple(program.out_avals), tuple(kept.items())
     )
-    taken = lax.convert_element_type(lax.reduce_or(active, (0,)), np.int32)
+    packs = is_best_packed(active)
+    lanes = packed(active) if packs else active
+    some = lax.reduce_or(lanes, tuple(range(lanes.ndim)))
+    taken = lax.convert_element_type(lax.ne(some, np.uint32(0)) if packs else some, np.int32)
     return cond_p.bind(taken, *operands, branches=(nothing, program)), list(out_axes)
 
 

@@ -339,6 +339,28 @@ def select_lanes(active: Value, position: int, new: Value, old: Value) -> Value:
     return _compat.unconsumed(lax.select(mask, new, _compat.unconsumed(old)))
 
 
+_AT_ONCE = 32  # entries of a dimension that XLA for CPU reduces in one kernel, not in two
+
+
+def packed(active: Value) -> jax.Array:
+    """Returns a mask with four lanes in each number; their number is a multiple of four.
+
+    A reduction of it takes a CPU one kernel to compile where one of the mask takes two or three.
+    """
+    lanes = lax.convert_element_type(active, np.uint8)
+    count = lanes.size // 4
+    shape = (count,) if count % _AT_ONCE else (count // _AT_ONCE, _AT_ONCE)
+    return lax.bitcast_convert_type(lax.reshape(lanes, (*shape, 4)), np.uint32)
+
+
+def is_best_packed(active: Value) -> bool:
+    """Returns whether a reduction of so many lanes is faster to compile if the mask is `packed`."""
+    count, on_mesh = active.shape[0], not jax.typeof(active).sharding.mesh.empty
+    if jax.default_backend() != "cpu" or not isinstance(count, int) or on_mesh:
+        return False
+    return count % 4 == 0 and _AT_ONCE < count <= 4 * _AT_ONCE**2
+
+
 def expand_like(x: Value, position: int, like: Value) -> Value:
     """Broadcasts `x`, whose axes are those of `like` from `position` on, to its shape."""
     if np.ndim(x) == np.ndim(like):
