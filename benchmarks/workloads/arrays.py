@@ -62,6 +62,16 @@ def distances_of_points(x):
     return jnp.linalg.norm(x[:, None] - x + 1e-6, axis=-1)
 
 
+@workload(
+    "reductions",
+    lambda n: (normal(n, 100, 3), normal(3, 3, seed=1), normal(3, seed=2)),
+    lanes=512,
+    in_axes=(0, None, None),
+)
+def points_turned_and_moved(x, matrix, by):
+    return x @ matrix + by
+
+
 @workload("reductions", lambda n: (normal(n, 2),), lanes=10_000)
 def nearest_of_ten_centers(x):
     return jnp.argmin(jnp.sum((x - jnp.arange(20.0).reshape(10, 2)) ** 2, -1))

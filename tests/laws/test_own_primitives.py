@@ -34,12 +34,14 @@ from batchax.rules.in_place import some_active_p
 from batchax.rules.reductions import short_reduction_p
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
+from batchax.rules.thin_products import thin_product_p
 
 from support.high_operations import OLD, cube
 from support.oracle import same
 
 TABLE = np.linspace(0.0, 4.0, 5, dtype=np.float32)
 X = np.linspace(0.3, 2.1, 3, dtype=np.float32)
+SQUARE = np.array([[1, 2], [3, 5]], np.float32)
 # Where two rows of 2 and of 3 numbers are.
 ROWS = [np.array(x, np.int32) for x in ([0, 2], [2, 3], [0, 0, 1, 1, 1])]
 
@@ -274,6 +276,10 @@ AROUND = {
     ),
     "summed": lambda f: (lambda x: outer_product_sum_p.bind(f(x), x, terms=()), f),
     "small_matrices": lambda f: (together(factored(f)), lambda x: f(x) * f(x)),
+    "thin_product": lambda f: (
+        lambda x: thin_product_p.bind(jnp.stack([x, f(x)]), x * SQUARE, precision=None).sum(),
+        lambda x: (jnp.stack([x, f(x)]) @ (x * SQUARE)).sum(),
+    ),
     "short_reduction": lambda f: (
         lambda x: short_reduction_p.bind(x * TABLE + f(x), of="reduce_max", over=(0,)),
         lambda x: jnp.max(x * TABLE + f(x)),

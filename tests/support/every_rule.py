@@ -37,6 +37,7 @@ from batchax.rules.random import drawn_p
 from batchax.rules.reductions import SHORT, short_reduction_p
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
+from batchax.rules.thin_products import thin_product_p
 from rules.test_collectives import COLLECTIVES
 from rules.test_elementwise import COUNT, NARY, UNARY
 from rules.test_families import PLAIN, START, WINDOW, pool
@@ -516,6 +517,9 @@ def _own():
         },
         "rules.reductions": {
             "short_reduction": (partial(short_reduction_p.bind, of="reduce_sum", over=(0,)), X)
+        },
+        "rules.thin_products": {
+            "thin_product": (partial(thin_product_p.bind, precision=None), X, several(3, 2))
         },
         "rules.sorting_by_image": {
             "sorted_floats": (partial(sorted_floats_p.bind, dimension=0), X)

@@ -30,6 +30,7 @@ from batchax.kernel.registry import matched, register_rule
 from batchax.rules.linalg import with_lanes_last
 from batchax.rules.reductions import pays as terms_pay
 from batchax.rules.reductions import short_reduction
+from batchax.rules.thin_products import is_long, is_thin, thin_product
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -85,6 +86,12 @@ def _dot_general(
     dimension_numbers, position = batched_dimensions(
         dimension_numbers, (np.ndim(lhs), np.ndim(rhs)), (lhs_axis, rhs_axis)
     )
+    if not (both or axis.in_loop):
+        given = dict(dimension_numbers=dimension_numbers, precision=precision)
+        given |= dict(out_sharding=out_sharding) | params
+        small = int(rhs_axis is None)
+        if _is_thin((lhs, rhs), small, given):
+            return thin_product((lhs, rhs), small, **given), position
     out = lax.dot_general_p.bind(
         lhs,
         rhs,
@@ -94,6 +101,17 @@ def _dot_general(
         **params,
     )
     return out, position
+
+
+def _is_thin(operands: Values, small: int, params: dict[str, Any]) -> bool:
+    """Returns whether few terms are added, of many lanes and a matrix that they share."""
+    types = list(map(jax.typeof, operands))
+    known = all(isinstance(n, int) for aval in types for n in aval.shape)
+    split = any(entry is not None for aval in types for entry in aval.sharding.spec)
+    if not known or split or not is_thin(types, small, **params):
+        return False
+    (terms,) = (types[small].shape[at] for at in params["dimension_numbers"][0][small])
+    return is_long(math.prod(math.prod(aval.shape) // terms for aval in types))
 
 
 def _keeps_place(

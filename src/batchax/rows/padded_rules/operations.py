@@ -20,11 +20,11 @@ from batchax.jaxprs.types import Params, Value
 from batchax.kernel.registry import reduced_dims
 from batchax.rows.padded import Operation, Results, Row, padded_rule
 from batchax.rows.padded_rules.positions import is_static, pad_end, padded
-from batchax.rows.sizes import Dim, Shape, is_symbolic
-from batchax.rows.thin_products import small_operand, thin_product
+from batchax.rows.sizes import Dim, Shape, has_symbols, is_symbolic
 from batchax.rules.elementwise import UNARY
 from batchax.rules.masking import is_inexact
 from batchax.rules.reductions import reduce_few_or_many
+from batchax.rules.thin_products import is_thin, thin_product
 
 _KEEP_FILL = frozenset("convert_element_type copy neg real stop_gradient abs sign".split())
 
@@ -107,10 +107,11 @@ def _dot_general(op: Operation, *rows: Row, **params: Any) -> Value:
     # Zeros not only where it is contracted: the derivative with respect to one operand is
     # contracted over the free axes of the other, where zero times NaN would be NaN. Groups beyond
     # the row have no elements.
-    operands, small = [op.filled(x, 0) for x in rows], small_operand(op.eqn)
-    if small is None:
+    operands, long = [op.filled(x, 0) for x in rows], [has_symbols(x.shape) for x in rows]
+    small = long.index(False) if op.eqn.primitive is lax.dot_general_p and sum(long) == 1 else None
+    if small is None or not is_thin([v.aval for v in op.eqn.invars], small, **params):
         return op.cut(op.bind(*operands), op.out_shape)
-    return op.cut(thin_product(operands, small, params["dimension_numbers"]), op.out_shape)
+    return op.cut(thin_product(operands, small, **params), op.out_shape)
 
 
 @padded_rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
