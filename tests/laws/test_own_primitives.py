@@ -247,7 +247,7 @@ AROUND = {
     ),
     "found_switch": lambda f: (with_found_sizes(f), f),
     "places_where": lambda f: (
-        lambda x: f(x) * places_where(x < TABLE, 2)[0],
+        lambda x: f(x) * places_where(x < TABLE, 2)[0][0],
         lambda x: f(x) * jnp.argmax(x < TABLE),
     ),
     "rows_of_blocks": lambda f: (

@@ -27,14 +27,16 @@ def test_places_where_a_condition_is_true(size):
     one = lambda x: places_where(x, size)
     both = lambda x: (one(x), _places(x, size=size), jax.vmap(one)(x))
     for got in jax.jit(both)(conditions):
-        for row, condition in zip(got, conditions, strict=True):
-            true = [i for i, is_true in enumerate(condition) if is_true][:size]
-            assert row.dtype == np.int32
+        for row, count, condition in zip(*got, conditions, strict=True):
+            true = np.flatnonzero(condition)[:size].tolist()
+            assert row.dtype == count.dtype == np.int32
             assert row.tolist() == true + [0] * (size - len(true))
+            assert count == condition.sum()
 
 
 def test_places_in_nothing():
-    assert jax.jit(lambda x: places_where(x, 2))(np.zeros(0, bool)).tolist() == [0, 0]
+    places, count = jax.jit(lambda x: places_where(x, 2))(np.zeros(0, bool))
+    assert (places.tolist(), count) == ([0, 0], 0)
 
 
 @pytest.mark.parametrize("kind", [[0, 2, 2, 1, 2, 0, 2, 2, 2, 1], [1] * 9, [2]])
@@ -97,7 +99,7 @@ def test_elements_are_in_the_slots_of_their_rows(widths, held, size):
 
 def test_steps_that_jax_counts_in_64_bits():
     with jax.enable_x64(True):
-        places = places_where(np.array([False, True, True]), 2)
+        places, _ = places_where(np.array([False, True, True]), 2)
         blocks = find_blocks(np.array([0, 1, 0], np.int32), (2, 4), 3)
         elements = jax.jit(functools.partial(in_blocks, find_elements))(np.ones(90, np.int32))
     assert places.tolist() == [1, 2]
@@ -161,6 +163,17 @@ def test_blocks_run_until_one_is_empty_and_are_not_counted():
     in_buckets = bx.vmap(lambda x: jnp.tanh(x @ x.T).sum(1), buckets=3)
     entry = jax.jit(in_buckets).lower(rows).compile().as_text().split("ENTRY")[1]
     assert not re.findall(r"= [fs]32\[\][^=]*(?:fusion|reduce|dot)\(", entry)
+
+
+def test_a_condition_is_computed_once_where_it_is_counted_and_found():
+    def one(x):
+        places = bx.nonzero((x[:, None] * x > 0.5).reshape(-1))[0]
+        return jnp.sum(x[places // 20] * places)
+
+    text = jax.jit(bx.vmap(one)).lower(jnp.ones((8, 20))).compile().as_text()
+    assert len(re.findall(r"^ +%\S+ = pred\[8,400\]\S* fusion", text, re.MULTILINE)) == 1
+    assert "pred[3200]" not in text
+    assert "popcnt" not in text
 
 
 def test_where_elements_are_is_not_computed_unless_needed():

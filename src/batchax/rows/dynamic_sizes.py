@@ -50,6 +50,7 @@ from batchax.rows.call import (
 )
 from batchax.rows.padded import CannotPad, Row, run_padded
 from batchax.rows.padded_rules.positions import pad_end
+from batchax.rows.places_where import places_where
 from batchax.rows.size_classes import class_switch
 from batchax.rows.sizes import (
     ASKED_FOR_NUMBERS,
@@ -60,7 +61,6 @@ from batchax.rows.sizes import (
     SizeOfRow,
     Sizes,
     agreed,
-    count_true,
     depends_on_sizes,
     finds_inside,
     finds_size,
@@ -533,13 +533,15 @@ def run_found(program: ClosedJaxpr, rows: Sequence[Row]) -> tuple[Sizes, list[Ro
     )
     before = run_padded(sizes, jaxpr.replace(outvars=needed), program.consts, rows)
     at = dict(zip(needed, before, strict=True))
-    counts = []
+    found = []
     for eqn in finds:
-        (condition,), params = eqn.invars, eqn.params
-        count, limit = count_true(at[condition].value), params["limit"]
-        limited = None if limit is None else Limited(params["called"], limit, count)
-        sizes.find(str(params["size"]), condition.aval.shape[0], count, limited)
-        counts.append(count)
+        (condition,), (limit, called) = eqn.invars, (eqn.params[k] for k in ("limit", "called"))
+        name, room = str(eqn.params["size"]), condition.aval.shape[0]
+        least = -(-sizes.most_found(name, room, limit) // SHARES[0])
+        found.append(places_where(at[condition].value, least))
+        count = found[-1][1]
+        limited = None if limit is None else Limited(called, limit, count)
+        sizes.find(name, room, count, limited)
     most = [sizes.bounds[str(eqn.params["size"])] for eqn in finds]
     bounds = [[-(-bound // share) for bound in most] for share in SHARES]
     moving = [v for v in needed if not isinstance(at[v].value, np.ndarray)]
@@ -548,16 +550,17 @@ def run_found(program: ClosedJaxpr, rows: Sequence[Row]) -> tuple[Sizes, list[Ro
 
     def with_room(bound: Sequence[int]) -> ClosedJaxpr:
         def run(*values: Value) -> list[Any]:
-            of_names, rest = values[: len(names)], values[len(names) :]
-            at_most, counted = (dict(zip(names, each, strict=True)) for each in (bound, of_names))
-            own = Sizes({}, {}, at_most=at_most, counted=counted)
+            n, at_most = len(names), dict(zip(names, bound, strict=True))
+            earlier, rest = zip(values[:n], values[n : 2 * n], strict=True), values[2 * n :]
+            own = Sizes({}, {}, at_most=at_most, before=dict(zip(names, earlier, strict=True)))
             inputs = {**at, **{v: Row(x, at[v].shape) for v, x in zip(moving, rest, strict=True)}}
             outs = run_padded(own, body, [], [inputs[v] for v in needed])
             return [_whole(sizes, jnp.asarray(out.value), out.shape) for out in outs]
 
         return _compat.stage(run, list(map(jax.typeof, given)))
 
-    given = [*counts, *(at[v].value for v in moving)]
+    places, counts = zip(*found, strict=True)
+    given = [*places, *counts, *(at[v].value for v in moving)]
     programs = tuple(map(with_room, bounds))
     outs = found_switch_p.bind(
         jnp.stack(counts),

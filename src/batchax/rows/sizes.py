@@ -78,8 +78,8 @@ class Sizes:
     expands_objects: bool = False
     # How large sizes that the program finds are, where that is known.
     at_most: Mapping[str, int] = field(default_factory=dict)
-    # How many elements their conditions have that are true, where that was counted before.
-    counted: Mapping[str, Any] = field(default_factory=dict)
+    # Where their conditions are true, and how many elements are, where that was found before.
+    before: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     _bounds: dict[Any, int] = field(default_factory=dict)
     _sizes: dict[Any, Any] = field(default_factory=dict)
 
@@ -90,15 +90,18 @@ class Sizes:
             self._bounds[dim] = self._find_bound(dim)
         return self._bounds[dim]
 
-    def find(self, name: str, most: Any, count: Value, limited: Limited | None) -> int:
-        """Enters a size that the program has found, and what it is at most; returns its bound."""
-        bound = self.bound(most) if limited is None else min(self.bound(most), limited.limit)
-        bound = min(bound, self.at_most.get(name, bound))
+    def most_found(self, name: str, most: Any, limit: int | None) -> int:
+        """The bound of a size that is found, of at most `most` elements."""
+        bound = self.bound(most) if limit is None else min(self.bound(most), limit)
+        return min(bound, self.at_most.get(name, bound))
+
+    def find(self, name: str, most: Any, count: Value, limited: Limited | None) -> None:
+        """Enters a size that the program has found, and what it is at most."""
+        bound = self.most_found(name, most, None if limited is None else limited.limit)
         self.bounds = {**self.bounds, name: bound}
         self.values = {**self.values, name: jnp.minimum(count, bound)}
         self.found_of = {**self.found_of, name: most}
         self.limited += [] if limited is None else [limited]
-        return bound
 
     def _check_has(self, dim: Dim) -> None:
         if not _compat.symbols(dim) <= self.bounds.keys():
@@ -523,23 +526,6 @@ def _in_every_row(*sizes: Dim) -> list[Any] | None:
     return [_compat.evaluate_size(x, values) if _compat.is_row_size(x) else x for x in sizes]
 
 
-_WORD = 32
-
-
-def count_true(condition: Value) -> jax.Array:
-    """How many elements of a vector of bools are true, int32."""
-    # XLA's CPU compiler stores each of them as an int32, and adds these in three passes.
-    return jnp.sum(lax.population_count(_words(condition)), dtype=np.int32)
-
-
-def _words(condition: Value) -> jax.Array:
-    """The bits of a vector of bools, as words of 32."""
-    count = -(-condition.shape[0] // _WORD)
-    padded = lax.pad(condition, False, [(0, count * _WORD - condition.shape[0], 0)])
-    bits = padded.reshape(count, _WORD).astype(np.uint32)
-    return jnp.sum(bits << np.arange(_WORD, dtype=np.uint32), 1, dtype=np.uint32)
-
-
 def _types(condition: Aval, *, size: Dim, **params: Any) -> Aval:
     return _compat.with_varying_axes(
         ShapedArray((size,), np.dtype(np.int32)), _compat.varying_axes(condition)
@@ -547,7 +533,7 @@ def _types(condition: Aval, *, size: Dim, **params: Any) -> Aval:
 
 
 def _operations(condition: Value, *, size: Dim, **params: Any) -> jax.Array:
-    return places_where(condition, size)
+    return places_where(condition, size)[0]
 
 
 def _batched(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Position]:

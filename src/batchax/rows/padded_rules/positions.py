@@ -33,7 +33,6 @@ from batchax.rows.sizes import (
     Limited,
     Shape,
     Sizes,
-    count_true,
     found_places_p,
     has_symbols,
     is_symbolic,
@@ -647,8 +646,10 @@ def _found_places(
             "compiled as a whole."
         )
     mask = jnp.asarray(op.filled(condition, False))
-    known = op.sizes.counted.get(str(size))
-    count = count_true(mask) if known is None else known
+    bound = op.sizes.most_found(str(size), condition.shape[0], limit)
+    places, count = op.sizes.before.get(str(size)) or places_where(mask, bound)
+    if places.shape[0] != bound:
+        places, _ = places_where(mask, bound)
     limited = None if limit is None else Limited(called, limit, count)
-    bound = op.sizes.find(str(size), condition.shape[0], count, limited)
-    return op.result(places_where(mask, bound))
+    op.sizes.find(str(size), condition.shape[0], count, limited)
+    return op.result(places)
