@@ -31,8 +31,7 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions
-from batchax.kernel.captured import MappedProgram, closed_over
-from batchax.kernel.inner import stage_function
+from batchax.kernel.inner import MappedProgram, closed_over, stage_function
 from batchax.kernel.interpreter import checks_nans_here
 from batchax.kernel.named_axes import uses_axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive

@@ -30,8 +30,13 @@ from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.evaluate import Rewriter, plan
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, RuleOutputs, axis_to_front, match_axis
-from batchax.kernel.captured import captured_tracers
-from batchax.kernel.inner import batch_function, batched_aval, example_aval, stage_described
+from batchax.kernel.inner import (
+    batch_function,
+    batched_aval,
+    captured_tracers,
+    example_aval,
+    stage_described,
+)
 from batchax.kernel.interpreter import ProgramRun, interpret
 from batchax.kernel.own_primitive import Flat, declare, pullback_of, tangents_of, transposed
 from batchax.kernel.reverse_rules import staged_with_reverse_rules, with_reverse_rules

@@ -32,7 +32,7 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.types import Eqn, Jaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, match_axis
-from batchax.kernel.captured import closes_over_tracers, program_behind
+from batchax.kernel.inner import closes_over_tracers, program_behind
 from batchax.kernel.interpreter import batch_equation
 from batchax.kernel.named_axes import uses_name
 from batchax.kernel.registry import describe_rule, fitted, noting, split_pair

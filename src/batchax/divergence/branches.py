@@ -68,7 +68,7 @@ from batchax.jaxprs.evaluate import variables_in, variables_read
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Branches, PlacedOutputs, Position, Positions, match_axis
-from batchax.kernel.captured import closed_over
+from batchax.kernel.inner import closed_over
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import Linearized, tangents_of, with_tangent_rule, with_values

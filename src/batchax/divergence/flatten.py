@@ -18,19 +18,17 @@ from batchax.divergence.nest import nest_of, prices_of_step
 from batchax.divergence.opening import scan_as_while, while_of_scan
 from batchax.divergence.policy import SHOWN, Loop, Masked, NestedLoop
 from batchax.execution.names import index_as_input
-from batchax.jaxprs.bodies import control_flow
+from batchax.jaxprs.bodies import control_flow, is_seen
 from batchax.jaxprs.types import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import AnyLoop, Axis, PlacedOutputs, Position, Positions, WhileLoop
-from batchax.kernel.captured import closed_over
 from batchax.kernel.differing import (
     LOOPS,
     differing_in_steps,
     differing_in_while,
 )
-from batchax.kernel.inner import remembered, stage_function
+from batchax.kernel.inner import closed_over, remembered, stage_function
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.rules.callbacks import is_seen
 from batchax.rules.loops import match_carry, split_operands
 
 _Form = tuple[WhileLoop, Positions, Callable[[], ClosedJaxpr]]

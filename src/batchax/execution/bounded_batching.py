@@ -36,6 +36,7 @@ from batchax.execution.bounded_loop import (
 )
 from batchax.execution.eager import jitted, whatever_jit
 from batchax.execution.steps import entry_axis, steps_axes, whole_axis
+from batchax.jaxprs.bodies import is_seen
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel import recording
@@ -51,7 +52,7 @@ from batchax.kernel.axis import (
 from batchax.kernel.inner import ANYWHERE, batch_inner, emitted
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
-from batchax.rules.callbacks import is_seen, with_active
+from batchax.rules.callbacks import with_active
 from batchax.rules.loops import axis_for, predicate, predicate_if, run_divergent, settle
 from batchax.rules.masking import (
     MaskPlan,

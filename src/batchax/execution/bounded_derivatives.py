@@ -36,8 +36,7 @@ from batchax.execution.bounded_loop import (
 from batchax.execution.progress import Steps
 from batchax.jaxprs.bodies import Anywhere, with_inside
 from batchax.jaxprs.types import ClosedJaxpr, Jaxpr, Value, Values
-from batchax.kernel.captured import closes_over_tracers, rules_of
-from batchax.kernel.inner import inline_jaxpr
+from batchax.kernel.inner import closes_over_tracers, inline_jaxpr, rules_of
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_values
 from batchax.kernel.reverse_rules import with_reverse_rules
 from batchax.rules.custom_derivatives import reached

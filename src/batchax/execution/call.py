@@ -44,8 +44,7 @@ from batchax.jaxprs.evaluate import Inside, rewritten
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions
-from batchax.kernel.captured import MappedProgram
-from batchax.kernel.inner import example_aval, remembered, stage_described
+from batchax.kernel.inner import MappedProgram, example_aval, remembered, stage_described
 from batchax.kernel.interpreter import WHOLE, checks_nans_here, hide_from_debug_nans
 from batchax.kernel.own_primitive import placeholder
 from batchax.kernel.registry import call_key

@@ -53,13 +53,12 @@ from batchax.execution.slices import scan_slices
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.options import check_count, check_one_of, is_word, not_one_of
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
-from batchax.jaxprs.bodies import control_flow
+from batchax.jaxprs.bodies import calls_in, control_flow
 from batchax.jaxprs.error_format import brief, line_of, name_of, spoken
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Divergence, Position, Positions
-from batchax.kernel.captured import closed_over
+from batchax.kernel.inner import closed_over
 from batchax.progress import How
-from batchax.rules.callbacks import calls_in
 from batchax.rules.calls import calls_library, in_turn
 
 

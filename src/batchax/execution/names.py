@@ -31,6 +31,8 @@ from batchax.execution.sections import Section, variables
 from batchax.jaxprs.bodies import (
     bind_with,
     bodies_of,
+    calls_host,
+    calls_in,
     control_flow,
     is_rebuilt,
     program_called,
@@ -41,7 +43,7 @@ from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import as_names, uses_axis
-from batchax.rules.callbacks import bind_if, call_if, calls_host, calls_in
+from batchax.rules.callbacks import bind_if, call_if
 from batchax.rules.calls import CALLS
 from batchax.rules.collectives import REDUCTIONS
 

@@ -52,13 +52,13 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in,
 from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis
-from batchax.kernel.captured import MappedProgram, closed_over
 from batchax.kernel.differing import (
     differing_in,
     differing_through,
     differs_of,
     has_other_rule,
 )
+from batchax.kernel.inner import MappedProgram, closed_over
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis, varying_of
 from batchax.linalg.pays import LOOP_STEPS

@@ -22,7 +22,7 @@ from batchax.errors import AxisError, BatchaxError
 from batchax.frontend.in_axes import ArgumentPath, SpecifiedLeaf
 from batchax.jaxprs.error_format import name_of
 from batchax.jaxprs.types import Value
-from batchax.kernel.captured import of_what_is_around
+from batchax.kernel.inner import of_what_is_around
 
 _ALIVE = re.compile(r"^<(\w+) (\d+)> is referred to by (.*)$", re.MULTILINE)
 _NAMELESS = re.compile(r"<(?:list|tuple|dict|set|cell) \d+>")

@@ -365,6 +365,27 @@ def with_inside(
                 yield from with_inside(program.eqns, enters)
 
 
+def calls_host(eqn: Eqn) -> bool:
+    """Returns whether an equation has a host callback, other than for progress."""
+    return bool(calls_in(eqn))
+
+
+def is_seen(program: ClosedJaxpr) -> bool:
+    """Returns whether it is visible for which lanes a program runs, by callbacks or checks."""
+    eqns = getattr(program, "jaxpr", program).eqns
+    return any(calls_host(eqn) or _compat.checks(eqn.effects) for eqn in eqns)
+
+
+def calls_in(eqn: Eqn) -> list[Any]:
+    """Lists the equations in one, possibly itself, that call the host directly."""
+    if not _compat.calls_back(eqn.effects):
+        return []
+    programs = programs_inside(eqn)
+    if programs:
+        return [call for p in programs for e in p.eqns for call in calls_in(e)]
+    return [] if facts_of(eqn.primitive).once else [eqn]
+
+
 @dataclass(frozen=True, eq=False)
 class Anywhere:
     """Answers whether `is_true` of an equation, or of one inside it; keeps the answers for

@@ -331,7 +331,8 @@ def _run_lanes(
         walk(steps, own, number, lambda step, xs: bind_equation(step.eqn, xs))
         return [own[v] for v in outputs]
 
-    values, positions = _unzipped(read(inputs))
+    placed = read(inputs)
+    values, positions = [x for x, _ in placed], [a for _, a in placed]
     if recording.is_on():
         at = dict(zip(inputs, positions, strict=True))
         for step in steps[1:]:
@@ -401,7 +402,8 @@ def interpret(
         run = batch_equation
 
     def run_step(step: Step, operands: list[Placed]) -> Iterable[Placed]:
-        eqn, (values, positions) = step.eqn, _unzipped(operands)
+        eqn = step.eqn
+        values, positions = map(list, zip(*operands, strict=True)) if operands else ([], [])
         for_each_lane = bool(one_for_each_lane) and not one_for_each_lane.isdisjoint(eqn.outvars)
         return zip(*run(axis, eqn, values, positions, for_each_lane, whole), strict=True)
 
@@ -421,12 +423,8 @@ def interpret(
             run_all()
     else:
         run_all()
-    return _unzipped(values_of(jaxpr.outvars, env, _not_batched))
-
-
-def _unzipped(placed: Sequence[Placed]) -> tuple[list[Value], list[Position]]:
-    values, positions = zip(*placed, strict=True) if placed else ((), ())
-    return list(values), list(positions)
+    outputs = values_of(jaxpr.outvars, env, _not_batched)
+    return [value for value, _ in outputs], [position for _, position in outputs]
 
 
 def batch_equation(
@@ -539,8 +537,10 @@ def _batch(
     shared: bool | None = None,
 ) -> tuple[Sequence[Any], Positions]:
     primitive = eqn.primitive
-    if shared is None:
-        shared = _is_shared(axis, eqn, operand_axes, creates_batched)
+    if shared is None:  # most equations have a batched operand
+        shared = operand_axes.count(None) == len(operand_axes) and _is_shared(
+            axis, eqn, operand_axes, creates_batched
+        )
     if shared:
         return bind_equation(eqn, operands), [None] * len(eqn.outvars)
     if creates_batched:

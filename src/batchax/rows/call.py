@@ -24,6 +24,7 @@ from batchax.frontend.arguments import LocalRows, Mapped
 from batchax.frontend.containers import AxisSpec, Parts
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce
+from batchax.jaxprs.bodies import calls_in
 from batchax.jaxprs.error_format import brief, show
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis
@@ -53,7 +54,6 @@ from batchax.rows.sizes import (
     question_of,
     ragged_axes,
 )
-from batchax.rules.callbacks import calls_in
 
 
 @dataclass(frozen=True)

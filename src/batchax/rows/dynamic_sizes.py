@@ -36,8 +36,7 @@ from batchax.frontend.rows import FINDING, IN_SCOPE, SizesNeeded
 from batchax.jaxprs.error_format import brief
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front
-from batchax.kernel.captured import closed_over
-from batchax.kernel.inner import batch_function, returning_alike
+from batchax.kernel.inner import batch_function, closed_over, returning_alike
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.rows.building import known_lengths
 from batchax.rows.call import (

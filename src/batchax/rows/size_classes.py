@@ -35,8 +35,7 @@ from batchax.execution.chunk_loop import (
 )
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, axis_to_front
-from batchax.kernel.captured import closed_over
-from batchax.kernel.inner import batch_function, inline_jaxpr, returning_alike
+from batchax.kernel.inner import batch_function, closed_over, inline_jaxpr, returning_alike
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_tangent_rule, with_values
 from batchax.rows.blocks import Elements, Places, find_blocks, find_elements
 from batchax.rows.buckets import Weight, fewer_boxes, lightest_groups

@@ -20,6 +20,7 @@ from jax.extend.core import Literal, Var
 from jax.extend.core.primitives import cond_p
 
 from batchax import _compat
+from batchax.jaxprs.bodies import is_seen
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
@@ -28,7 +29,7 @@ from batchax.kernel.inner import ANYWHERE, batch_inner, returning_alike
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import varying_of
 from batchax.kernel.registry import register_rule
-from batchax.rules.callbacks import is_seen, returning_zeros, with_active
+from batchax.rules.callbacks import returning_zeros, with_active
 from batchax.rules.calls import calls_library, in_turn
 from batchax.rules.in_place import masked, updated_operands
 from batchax.rules.loops import run_divergent

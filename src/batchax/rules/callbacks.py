@@ -18,10 +18,10 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.cache import cached
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.bodies import bind_with, bodies_of, is_rebuilt, programs_inside
+from batchax.jaxprs.bodies import bind_with, bodies_of, calls_host, is_rebuilt
 from batchax.jaxprs.error_format import name_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
-from batchax.jaxprs.primitive_facts import enter, facts_of
+from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
@@ -46,27 +46,6 @@ from batchax.rules.in_place import live_type
 from batchax.rules.masking import hazards, safe_lanes
 
 lane_calls_p = declare("lane_calls")
-
-
-def calls_host(eqn: Eqn) -> bool:
-    """Returns whether an equation has a host callback, other than for progress."""
-    return bool(calls_in(eqn))
-
-
-def is_seen(program: ClosedJaxpr) -> bool:
-    """Returns whether it is visible for which lanes a program runs, by callbacks or checks."""
-    eqns = getattr(program, "jaxpr", program).eqns
-    return any(calls_host(eqn) or _compat.checks(eqn.effects) for eqn in eqns)
-
-
-def calls_in(eqn: Eqn) -> list[Any]:
-    """Lists the equations in one, possibly itself, that call the host directly."""
-    if not _compat.calls_back(eqn.effects):
-        return []
-    programs = programs_inside(eqn)
-    if programs:
-        return [call for p in programs for e in p.eqns for call in calls_in(e)]
-    return [] if facts_of(eqn.primitive).once else [eqn]
 
 
 def with_active(axis: Axis, program: ClosedJaxpr) -> ClosedJaxpr:

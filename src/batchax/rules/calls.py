@@ -21,8 +21,7 @@ from batchax.jaxprs.primitive_facts import body_parameter, enter, facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Tree, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, RuleOutputs, move_axis
-from batchax.kernel.captured import Captured, program_behind
-from batchax.kernel.inner import batch_inner
+from batchax.kernel.inner import Captured, batch_inner, program_behind
 from batchax.kernel.interpreter import Place, interpret
 from batchax.kernel.named_axes import varying_of, without_mesh
 from batchax.kernel.own_primitive import own_primitive

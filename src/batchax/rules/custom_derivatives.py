@@ -23,16 +23,14 @@ from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, RuleOutputs, lanes_vary_over, match_axis
-from batchax.kernel.captured import (
-    Captured,
-    closes_over_tracers,
-    may_be_differentiated,
-    program_behind,
-)
 from batchax.kernel.inner import (
+    Captured,
     batched_aval,
+    closes_over_tracers,
     emitted,
     example_aval,
+    may_be_differentiated,
+    program_behind,
     remembered,
     stage_described,
 )

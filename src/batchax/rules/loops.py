@@ -12,6 +12,7 @@ from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.bodies import is_seen
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel import recording
@@ -46,7 +47,7 @@ from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import Varying, settle_varying, types_varying, vary_over, varying_of
 from batchax.kernel.registry import register_rule
 from batchax.linalg.pays import LOOP_STEPS
-from batchax.rules.callbacks import is_seen, with_active
+from batchax.rules.callbacks import with_active
 from batchax.rules.contraction import layout_of_steps
 from batchax.rules.in_place import masked_in_place, updates_in_place
 from batchax.rules.masking import (
