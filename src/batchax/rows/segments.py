@@ -104,7 +104,8 @@ def _on_cpu(
     x: Value, starts: Value, lengths: Value, rows: Value, *, kind: str, in_full: bool
 ) -> jax.Array:
     each, count = math.prod(x.shape[1:]), starts.shape[0]
-    if not each or each > _WINDOW or x.size < _WINDOW or not count or x.dtype not in _DTYPES:
+    fits = 0 < each <= _WINDOW <= x.size <= np.iinfo(np.int32).max
+    if not fits or not count or x.dtype not in _DTYPES:
         return _operations(x, starts, lengths, rows, kind=kind, in_full=in_full)
     wide = 1 << (_WINDOW // each).bit_length() - 1  # elements in a window
     numbers, flat = np.int32(wide * each), x.reshape(-1)
