@@ -95,14 +95,14 @@ IMPORTED = """
 import pickle, sys
 
 import batchax as bx
+import jax
 
+bx.vmap(lambda x: jax.numpy.sin(x))(jax.numpy.ones(3))  # nor does a plain call
 later = {"explain", "datasets", "rows", "nonfinite", "ranks"}
 loaded = [name for name in sys.modules if name.split(".")[0] in ("rich", "multiprocessing")]
 parts = (name.split(".") for name in sys.modules)
 loaded += [ns for ns in parts if ns[0] == "batchax" and later & {*ns[1:2]}]
 assert not loaded, loaded
-
-import jax
 
 # Modules of the names of functions, and imports while something is traced.
 import batchax.commands.explain, batchax.check, batchax.map
