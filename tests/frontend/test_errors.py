@@ -677,3 +677,11 @@ def test_a_list_of_rows_of_one_length(fun):
     with pytest.raises((AttributeError, TypeError), match=r"pass jnp.stack\(\w+\), or batchax.Rag"):
         bx.vmap(fun)(rows)
     assert bx.vmap(lambda x: x[0] + x[1])(rows[:2]).shape == (3,)
+
+
+def test_a_mask_that_all_lanes_share_is_an_array_of_numpy():
+    keep = [True, False, True]
+    with pytest.raises(jax.errors.NonConcreteBooleanIndexError, match="pass a NumPy array"):
+        bx.vmap(lambda x: x.at[jnp.array(keep)].set(0.0))(jnp.ones((2, 3)))
+    masked = bx.vmap(lambda x: x.at[np.array(keep)].set(0.0))(jnp.ones((2, 3)))
+    np.testing.assert_array_equal(masked, [[0, 1, 0]] * 2)

@@ -254,7 +254,8 @@ def _found_sizes(error: Exception) -> str:
     what, instead = called
     return (
         f"{what} has a data-dependent size, which differs between lanes. Call {instead}, which "
-        "returns a Ragged. For a sum, jax.numpy.where(mask, x, 0) keeps the shape."
+        "returns a Ragged. For a sum, jax.numpy.where(mask, x, 0) keeps the shape. If all lanes "
+        "have the same mask, pass a NumPy array."
     )
 
 
