@@ -195,6 +195,9 @@ TRANSCENDENTAL: dict[str, tuple[float, float]] = {
 }
 """For each element: operations, and functions such as a sine or a root."""
 
+SCALAR_FUNCTIONS = _names("atan2 cbrt cos pow sin sqrt tan")
+"""Those that XLA computes for one number at a time on a CPU. Others fill vector registers."""
+
 SCATTERS = _names("scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub")
 
 _RANDOM_WORD = 120  # threefry-2x32 of one counter: 20 rounds of 5 operations, keys, a xor
@@ -633,7 +636,7 @@ def _of_operation(eqn: Eqn, differs: Sequence[bool] | None) -> Cost:
         launches=int(not (name in PART_OF_OTHERS or is_fused(eqn.primitive))),
         contracted=round(flops) if name == "dot_general" else 0,
         idle=round(flops * empty),
-        idle_transcendentals=round(transcendentals * empty),
+        idle_transcendentals=0 if name in SCALAR_FUNCTIONS else round(transcendentals * empty),
     )
 
 
@@ -642,7 +645,8 @@ _REGISTER = 8  # numbers that a vector register holds
 
 def _empty(eqn: Eqn) -> float:
     """Returns the empty places of a vector register for each number of one lane."""
-    if not (facts_of(eqn.primitive).elementwise and eqn.outvars):
+    draws = FLOPS.get(eqn.primitive.name) is _random_bits
+    if not (eqn.outvars and (draws or facts_of(eqn.primitive).elementwise)):
         return 0.0
     return max(0.0, _REGISTER / max(1, size_of(eqn.outvars[0].aval)) - 1)
 
@@ -713,7 +717,7 @@ MASKED = Weights(transcendental=2.5, fused=0.0, flop=0.02, place=2.5)
 These and `ALONE` are fitted to the loops of the search and of `programs`, each run both ways with
 equal counts: for most the ratio of the two is within 1.5x of what was measured."""
 
-ALONE = replace(MASKED, contracted=0.1, idle=0.07, idle_transcendental=1.7, place=5.0)
+ALONE = replace(MASKED, contracted=0.1, idle=0.04, idle_transcendental=1.7, place=5.0)
 """The same step of one lane by itself, in a loop that is one function. What it does with many
 numbers takes as long. On few it leaves most of a vector register empty, and products are not those
 of a library."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from jax import lax
+from jax import dtypes, lax
 from jax.core import eval_jaxpr
 from jax.extend.core.primitives import while_p
 
@@ -59,7 +60,7 @@ from batchax.kernel.inner import (
 )
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import Varying, any_uses_axis, types_varying, varying_of
-from batchax.kernel.own_primitive import OF_OPERATIONS, jvp_of, own_primitive, with_values
+from batchax.kernel.own_primitive import OF_OPERATIONS, Of, own_primitive, with_values
 from batchax.rules.loops import MaskedBody, predicate, run_masking
 from batchax.rules.masking import select_lanes
 
@@ -173,6 +174,23 @@ class DivergentLoop:
         run = functools.partial(eval_jaxpr, program.jaxpr, program.consts)
         alike = self.axis.divergence.explicit or isinstance(self.plan, Masked)
         return run(*operands) if alike else as_decided(run, self.masked, operands)
+
+    def carrying(self, results: Sequence[bool]) -> tuple[DivergentLoop, list[bool], list[bool]]:
+        """The loop that carries what these results depend on; its operands, and its results."""
+        n_test, n_body = self.n_test, len(self.positions) - self.n_test
+        of_test = _compat.used_inputs(self.test, [True])[n_test:]
+        live, more = list(results), True
+        while more:
+            of_body = _compat.used_inputs(self.body, live)[n_body:]
+            now = list(map(any, zip(live, of_test, of_body, strict=True)))
+            live, more = now, now != live
+        test, tested = _compat.reduced(self.test, [True], [*[False] * n_test, *live])
+        body, given = _compat.reduced(self.body, live, [*[False] * n_body, *live])
+        operands = [*tested[:n_test], *given]
+        positions = tuple(compress(self.positions, operands))
+        n_test = sum(tested[:n_test])
+        smaller = replace(self, test=test, body=body, n_test=n_test, positions=positions)
+        return smaller, operands, live
 
     def run(self, *operands: Value) -> list[Any]:
         """The last carry, from the operands besides the carry and the first carry."""
@@ -393,10 +411,40 @@ _MOST_REPEATED = 4
 
 def bind(loop: DivergentLoop, operands: Values) -> list[Any]:
     """Runs the loop; it may be batched, and differentiated in forward mode."""
-    types = tuple(map(jax.typeof, operands))
-    stage = lambda: _compat.stage(loop.run, types)
-    program = remembered(loop.body, (loop.but_for_body, types), stage)
+    program = _staged(loop, tuple(map(jax.typeof, operands)))
     return divergent_loop_p.bind(*operands, loop=loop, program=program)
+
+
+def _staged(loop: DivergentLoop, types: tuple[Aval, ...]) -> ClosedJaxpr:
+    stage = lambda: _compat.stage(loop.run, types)
+    return remembered(loop.body, (loop.but_for_body, types), stage)
+
+
+_WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
+
+
+def _without_unread(results: Sequence[bool], params: dict[str, Any]) -> _compat.Reduced | None:
+    """The loop without what nothing reads: it is not moved, nor written for each lane."""
+    program = params["program"]
+
+    def build() -> _compat.Reduced | None:
+        loop, operands, live = params["loop"].carrying(results)
+        if all(live):
+            return None
+        types = tuple(compress(program.in_avals, operands))
+        smaller = _staged(loop, types)
+        # Else it was traced with other settings than those of here.
+        alike = smaller.out_avals == list(compress(program.out_avals, live))
+        given = {"loop": loop, "program": smaller}
+        return _compat.Reduced(operands, live, given) if alike else None
+
+    # What is staged here is of no mesh, and of 64 bits only if these are on here.
+    types = program.in_avals + program.out_avals
+    narrow = dtypes.canonicalize_dtype(np.float64) != np.float64
+    wide = narrow and any(t.dtype in _WIDE for t in types)
+    if type(params["loop"]) is not DivergentLoop or wide or any(types_varying(types)):
+        return None
+    return remembered(program, ("read", tuple(results)), build)
 
 
 def _compiled(*operands: Value, loop: DivergentLoop, program: ClosedJaxpr) -> list[Any]:
@@ -410,10 +458,6 @@ def _function(program: ClosedJaxpr) -> Callable[..., list[Value]]:
     return lambda *operands: eval_jaxpr(jaxpr, consts, *operands)
 
 
-def _run(*operands: Value, loop: DivergentLoop, program: ClosedJaxpr) -> list[Any]:
-    return inline_jaxpr(program, operands)
-
-
 def _elsewhere(*, loop: DivergentLoop, program: ClosedJaxpr) -> Callable[..., list[Any]] | None:
     """What runs on a platform that was not decided for: masked lanes, unless the user asked.
 
@@ -422,20 +466,8 @@ def _elsewhere(*, loop: DivergentLoop, program: ClosedJaxpr) -> Callable[..., li
     return None if loop.axis.divergence.explicit else loop.masked
 
 
-def _masked(*operands: Value, loop: DivergentLoop, program: ClosedJaxpr) -> list[Any]:
-    # What moves lanes reads and writes out of bounds on purpose, which is no error of the user.
-    return loop.masked(*operands)
-
-
 def _differentiated(*operands: Value, loop: DivergentLoop, program: ClosedJaxpr) -> list[Any]:
     return loop.differentiated(program, operands)
-
-
-def _jvp(
-    primals: Values, tangents: Sequence[Any], *, loop: DivergentLoop, program: ClosedJaxpr
-) -> tuple[list[Any], list[Any]]:
-    of_operations = jvp_of(_differentiated, divergent_loop_p)
-    return of_operations(primals, tangents, loop=loop, program=program)
 
 
 def _batched(
@@ -503,14 +535,16 @@ def _merged(
 divergent_loop_p = own_primitive(
     "divergent_loop",
     called="while",
-    operations=_run,
+    operations=lambda *operands, loop, program: inline_jaxpr(program, operands),
     compute=_compiled,
     elsewhere=_elsewhere,
-    checked=_masked,
+    # What moves lanes reads and writes out of bounds on purpose, which is no error of the user.
+    checked=lambda *operands, loop, program: loop.masked(*operands),
     types=lambda *avals, loop, program: list(program.out_avals),
     programs=("program",),
     facts="control",
     rule=_batched,
-    jvp=_jvp,
+    jvp=Of(_differentiated),
     transpose=OF_OPERATIONS,
 )
+_compat.register_unread_results(divergent_loop_p, _without_unread)

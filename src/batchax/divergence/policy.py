@@ -261,7 +261,8 @@ def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
     few = _few_serial(t, loop, step)
     if few >= size:
         return Alone()
-    if few and few >= size // _FEW and not loop.bounded and _is_much(t, loop, step):
+    few_left = few and few >= size // _FEW and not loop.bounded and _is_much(t, loop, step)
+    if few_left and not _fits_tiles(t, loop):  # in tiles lanes wait for few others
         return FewAlone(few, _PAUSE)
     if step.moving <= t.max_move_steps:
         width = _from_the_start(t, size, step, alike)
@@ -380,15 +381,8 @@ def _is_much(t: Thresholds, loop: Loop, step: Step) -> bool:
 
 
 def _alone_as_fast(t: Thresholds, loop: Loop, step: Step) -> float:
-    """How many lanes, each by itself in a single kernel, take as long as a step of all, masked.
-
-    None if lanes fit a kernel together: they fill vector registers.
-    """
-    if not t.kernel_lanes:
-        return 0
-    programs = [p.jaxpr for p in loop.jaxprs]
-    tiled = loop.lanes >= t.kernel_lanes and all(map(fits_lowered_kernel, programs))
-    if tiled or not all(map(fits_serial_kernel, programs)):
+    """How many lanes, each by itself in a single kernel, take as long as a step of all, masked."""
+    if not t.kernel_lanes or not all(fits_serial_kernel(p.jaxpr) for p in loop.jaxprs):
         return 0
     return step.masked_by(loop.lanes) / (t.serial_slowdown * step.alone)
 
@@ -396,17 +390,15 @@ def _alone_as_fast(t: Thresholds, loop: Loop, step: Step) -> float:
 def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
     """How many adjacent lanes run as a single kernel, on one core; all if none do."""
     size = loop.lanes
-    if size < t.kernel_lanes or not _fits_kernel(t, Nanoseconds(step.work * size), loop.jaxprs):
+    if not _fits_tiles(t, loop) or step.work * size > t.max_work_on_a_core:
         return size
-    numbers = largest(loop.jaxprs)
-    return min(_that_fill_a_core(t, numbers), max(1, size // 2))
+    return min(_that_fill_a_core(t, largest(loop.jaxprs)), max(1, size // 2))
 
 
-def _fits_kernel(t: Thresholds, work: Nanoseconds, programs: Sequence[ClosedJaxpr] | None) -> bool:
-    """Whether what takes so long for all lanes can be a single kernel, on one core."""
-    if not t.kernel_lanes or programs is None or work > t.max_work_on_a_core:
-        return False
-    return all(fits_lowered_kernel(p.jaxpr) for p in programs)
+def _fits_tiles(t: Thresholds, loop: Loop) -> bool:
+    """Whether lanes are enough for tiles, and a step of some a part of a single kernel."""
+    enough = loop.lanes >= t.kernel_lanes > 0
+    return enough and all(fits_lowered_kernel(p.jaxpr) for p in loop.jaxprs)
 
 
 def _that_fill_a_core(t: Thresholds, numbers: int) -> int:
@@ -596,7 +588,7 @@ _MOST_STEPS_INSIDE = 8
 PROBED, _MAX_SLOWDOWN, PROBED_GAIN = 4, 2.5, 0.8
 # What lanes may take one after another by the model, over what all take, masked: on one core, and
 # where cores divide the step. Programs: van der Pol, Adam; search: bisection, 32 sines.
-_SERIAL, _SERIAL_OF_CORES = 0.85, 0.5
+_SERIAL, _SERIAL_OF_CORES = 1.05, 0.5
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 _NARROW = 32  # windows of fused steps that all lanes fill on few cores, if one keeps a core busy
 _FILL = 0.75  # of what it takes to begin its operations, as much work as a block of the last has

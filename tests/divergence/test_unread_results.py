@@ -1,0 +1,130 @@
+"""What a loop carries and nothing reads is not moved, nor written for each lane."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+
+from support.forced import ALONE, FORCED, KERNELS, LAST
+
+LANES = 256
+
+
+def solve(x, other=0.0):
+    """A loop with a record that no step reads, and one that its predicate does."""
+
+    def step(state):
+        k, y, record, seen = state
+        y = y - (y * y - x) / (2 * y)
+        return k + 1, y, record.at[k % 7].set(y + other), jnp.maximum(seen, jnp.abs(y * y - x))
+
+    start = jnp.int32(0), x + 1, jnp.zeros(7, x.dtype) + 0 * x, 0 * x
+    going = lambda state: (jnp.abs(state[1] ** 2 - x) > 1e-4 * x) & (state[0] < 30)
+    return lax.while_loop(going, step, start)
+
+
+def data(dtype=np.float32):
+    return jnp.asarray(np.geomspace(0.1, 1e5, LANES), dtype)
+
+
+WAYS = pytest.mark.parametrize(
+    "divergence",
+    [FORCED, LAST, KERNELS, ALONE, "compact"],
+    ids=["window", "last", "tiles", "alone", "compact"],
+)
+RECORDS = re.compile(rf"f32\[(\d+,)?{LANES},7")  # in a compiled program
+
+
+@WAYS
+def test_what_is_not_read_is_not_carried(divergence):
+    batched = bx.vmap(solve, divergence=divergence)
+    some = jax.jit(lambda x: batched(x)[1]).lower(data()).compile()
+    every = jax.jit(batched).lower(data()).compile()
+    assert RECORDS.search(every.as_text())
+    assert not RECORDS.search(some.as_text())
+
+
+@WAYS
+@pytest.mark.parametrize("read", [[1], [2], [0, 3]])
+def test_results_are_those_of_all(read, divergence):
+    batched = bx.vmap(solve, in_axes=(0, None), divergence=divergence)
+    some = jax.jit(lambda x, y: [batched(x, y)[k] for k in read])(data(), 0.25)
+    each = jax.jit(lambda x: lax.map(lambda x: solve(x, 0.25), x))(data())
+    for got, k in zip(some, read, strict=True):
+        np.testing.assert_allclose(got, each[k], rtol=2e-5, atol=1e-4)
+
+
+@WAYS
+def test_a_loop_of_which_nothing_is_read_is_gone(divergence):
+    batched = bx.vmap(solve, divergence=divergence)
+    unread = jax.jit(lambda x: (batched(x), x + 1)[1]).lower(data()).compile()
+    assert " while(" not in unread.as_text()
+
+
+@WAYS
+def test_a_callback_in_a_step_is_made_though_nothing_is_read(divergence):
+    if divergence == "compact":
+        divergence = "auto"  # refuses callbacks
+    seen = []
+
+    def noisy(x):
+        def step(y):
+            jax.debug.callback(lambda v: seen.append(float(v)), y)
+            return y * 2
+
+        return lax.while_loop(lambda y: y < 4, step, x)
+
+    jax.jit(lambda x: (bx.vmap(noisy, divergence=divergence)(x), x)[1])(jnp.asarray([1.0, 3.0]))
+    jax.effects_barrier()
+    assert sorted(seen) == [1.0, 2.0, 3.0]
+
+
+@WAYS
+def test_derivatives_of_what_is_read(divergence):
+    batched = bx.vmap(lambda x: solve(x)[1], divergence=divergence)
+    _, tangents = jax.jit(lambda x: jax.jvp(batched, (x,), (jnp.ones_like(x),)))(data())
+    of_one = lambda x: jax.jvp(lambda x: solve(x)[1], (x,), (jnp.ones_like(x),))[1]
+    own = jax.jit(lambda x: lax.map(of_one, x))(data())
+    np.testing.assert_allclose(tangents, own, rtol=1e-3)
+
+
+@WAYS
+def test_in_both_orders_with_jax_vmap(divergence):
+    apart = functools.partial(bx.vmap, divergence=divergence)
+    x = jnp.stack([data(), data()[::-1]])
+    expected = jax.vmap(jax.vmap(lambda x: solve(x)[1]))(x)
+    for outer, inner in [(jax.vmap, apart), (apart, jax.vmap), (apart, apart)]:
+        got = jax.jit(lambda x, outer=outer, inner=inner: outer(inner(solve))(x)[1])(x)
+        np.testing.assert_allclose(got, expected, rtol=2e-5)
+
+
+@WAYS
+def test_traced_with_double_precision_and_lowered_without(divergence):
+    with jax.enable_x64(True):
+        x = data(np.float64)
+        traced = jax.jit(lambda x: bx.vmap(solve, divergence=divergence)(x)[1]).trace(x)
+        expected = jax.jit(lambda x: lax.map(lambda x: solve(x)[1], x))(x)
+    with jax.enable_x64(False):
+        compiled = traced.lower().compile()
+    with jax.enable_x64(True):
+        got = compiled(x)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+@WAYS
+def test_over_devices_and_exported(divergence):
+    kind = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=kind, devices=jax.devices()[:2])
+    batched = lambda x: bx.vmap(solve, divergence=divergence)(x)[1]
+    spread = jax.shard_map(batched, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+    expected = jax.jit(lambda x: lax.map(lambda x: solve(x)[1], x))(data())
+    np.testing.assert_allclose(jax.jit(spread)(data()), expected, rtol=2e-5)
+    exported = jax.export.export(jax.jit(batched))(data())
+    np.testing.assert_allclose(exported.call(data()), expected, rtol=2e-5)
