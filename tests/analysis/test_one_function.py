@@ -23,10 +23,10 @@ def _alone(fun, *args):
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("shape", [(1,), (8,), (9,), (3, 5), (2, 3, 31)], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (8,), (9,), (3, 5), (2, 3, 31)], ids=str)
 def test_reductions(reduce, shape):
-    x = RANDOM.uniform(0.5, 1.5, shape).astype(jnp.zeros(()).dtype)
-    for axes in {(0,), tuple(range(len(shape))), (len(shape) - 1,)}:
+    x = np.asarray(RANDOM.uniform(0.5, 1.5, shape), jnp.zeros(()).dtype)
+    for axes in {(), *([(0,), tuple(range(len(shape))), (len(shape) - 1,)] if shape else [])}:
         out, (alone, lanes) = _alone(lambda x, axes=axes: reduce(x, axes), x)
         same(out, reduce(jnp.asarray(x), axes))
         assert alone

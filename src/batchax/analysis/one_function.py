@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import dtypes, lax
+from jax.extend.core.primitives import copy_p
 
 from batchax import _compat
 from batchax.analysis.cost import SERIAL, windows_of
@@ -113,6 +114,8 @@ def _all_in(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
     def write(params: dict[str, Any], x: Value) -> Value:
         axes = sorted(params["axes"])
+        if not axes:  # of a scalar; what takes the place of an equation is equations
+            return copy_p.bind(x)
         reduced = _one_by_one if is_short(x, axes) else _by_halves
         for axis in axes:
             x = reduced(combine, x, axis)
