@@ -176,6 +176,14 @@ def test_a_condition_is_computed_once_where_it_is_counted_and_found():
     assert "popcnt" not in text
 
 
+def test_only_derivatives_find_where_elements_of_shorter_rows_came_from():
+    lengths = np.arange(90, dtype=np.int32) % 12 + 2
+    rows = bx.Ragged(jnp.ones(lengths.sum()), jnp.asarray(lengths), 30)
+    differences = lambda rows: bx.vmap(jnp.diff)(rows).data.sum()
+    loops = lambda fun: len(summed("stablehlo.while", fun, rows))
+    assert loops(differences) < loops(jax.grad(differences, allow_int=True))
+
+
 def test_where_elements_are_is_not_computed_unless_needed():
     lengths = np.full(40, 30, np.int32)
     of = lambda which: lambda lengths: [row_places(lengths, 1200, 30)[k] for k in which]

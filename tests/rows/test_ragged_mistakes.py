@@ -176,3 +176,11 @@ def test_jax_vmap_of_a_ragged_names_bx_vmap(in_axes):
     # One that all lanes share is a pytree like any other.
     sums = jax.vmap(lambda x, y: bx.vmap(lambda row: y * row.sum())(x), (None, 0))
     np.testing.assert_array_equal(sums(x, jnp.arange(2.0)), [[0, 0, 0], [0, 6, 9]])
+
+
+def test_a_float_of_a_size_is_not_taken_for_sizes_that_differ():
+    counts = lambda a, b: jnp.arange(b.shape[0] + 1.0) + a.sum()
+    batched = jax.jit(bx.vmap(counts, layout="padded"))
+    with pytest.raises(bx.UnsupportedError) as caught:
+        batched(ragged(lengths=[2, 1]), ragged(lengths=[1, 3]))
+    assert "may have different sizes" not in str(caught.value)

@@ -449,7 +449,8 @@ def _name_sizes(error: Exception, arguments: Sequence[tuple[Mapped, SizesOf]]) -
     """Puts on top of an error about shapes which arguments have rows of different lengths."""
     message = str(error.args[0]) if error.args else ""
     several = len({size.name for _, own in arguments for size in own}) > 1
-    of_shapes = ABOUT_SHAPES.search(message) and not isinstance(error, BatchaxError)
+    others = BatchaxError, jax.errors.ConcretizationTypeError  # a traced number, in no shape
+    of_shapes = ABOUT_SHAPES.search(message) and not isinstance(error, others)
     if several and of_shapes and not message.startswith(SIZES_DIFFER):
         lines = [
             f"  {m.path}: {' x '.join(s.name for s in own)} elements" + "".join(map(_shown, own))

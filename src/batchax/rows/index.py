@@ -345,15 +345,23 @@ def take_clipped(x: Value, places: Value, axis: int, **options: Any) -> jax.Arra
     return jnp.take(x, places, axis=axis, mode="clip", **options)
 
 
-def moved(x: Value, axis: int, source: Value, target: Value) -> jax.Array:
+def moved(
+    x: Value, axis: int, source: Value, target: Value | Callable[..., Value], *arrays: Value
+) -> jax.Array:
     """An array that holds ``x[source[i]]`` at place `i` of `axis`; zero where that is negative.
 
     `target` is the reverse: where each element of `x` goes, negative for nowhere. No two go to one
-    place. JAX would transpose a gather to a scatter, which on a CPU takes a hundred times as long.
+    place. It may be a function of `arrays`, which only programs of derivatives run. JAX
+    would transpose a gather to a scatter, which on a CPU takes a hundred times as long.
     """
-    places = source, target
     if not is_inexact(x):
         return _pick(x, axis, source)
+    if callable(target):
+        find: Callable[..., Value] = target
+        ahead = lambda given, xs: [_pick(xs[0], axis, given[0])]
+        back = lambda given, cts: [_pick(cts[0], axis, find(*given[1:]))]
+        return linear_with_transpose(ahead, back, [source, *arrays], [x])[0]
+    places = source, target
     if all(isinstance(each, np.ndarray) for each in places):  # constants of the program
         of = lambda k: lambda _, xs: [_pick(xs[0], axis, places[k])]
         return linear_with_transpose(of(0), of(1), [], [x])[0]

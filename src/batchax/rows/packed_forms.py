@@ -125,10 +125,13 @@ def shorten(
     if not isinstance(index.lengths, np.ndarray):
         starts, _, _, source = row_places(lengths, capacity, most, index.starts)
         source = jnp.where(source < room, source, -1)
-        _, _, row, target = row_places(index.lengths, room, index.bound, starts)
-        row = jnp.minimum(row, len(lengths) - 1)
-        there = target - starts[row] < lengths[row]
-        return moved(x, axis, source, jnp.where(there, target, -1))
+
+        def to(before: Value, lengths: Value, starts: Value) -> Value:
+            _, _, row, at = row_places(before, room, index.bound, starts)
+            row = jnp.minimum(row, len(lengths) - 1)
+            return jnp.where(at - starts[row] < lengths[row], at, -1)
+
+        return moved(x, axis, source, to, index.lengths, lengths, starts)
     row = RowIndex.of(lengths, capacity, most).rows
     gone = np.append(index.lengths - lengths, 0)
     source = np.arange(capacity, dtype=np.int32) + (np.cumsum(gone) - gone)[row].astype(np.int32)
