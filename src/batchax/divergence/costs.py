@@ -120,6 +120,7 @@ class Step:
     moving: float  # how many steps of a lane cost as much as moving it in and out of a window
     held: Bytes  # bytes of what a lane carries
     masked: Nanoseconds  # nanoseconds that a lane takes among all lanes, masked, next to `alone`
+    beginning: Nanoseconds  # nanoseconds that all lanes take besides, masked
     alone: Nanoseconds  # nanoseconds that it takes by itself, in a single kernel
 
     @classmethod
@@ -132,6 +133,9 @@ class Step:
         # What is carried is read and written, except for arrays that stay in place, updated or not.
         kept = kept_carries(body, len(body.in_avals) - len(body.out_avals))
         written = bytes_of(a for k, a in enumerate(body.out_avals) if k not in kept)
+        carried = body.jaxpr.invars[len(body.in_avals) - len(body.out_avals) :]
+        pairs = enumerate(zip(carried, body.jaxpr.outvars, strict=True))
+        changed = sum(k not in kept and before is not after for k, (before, after) in pairs)
         stepped = cost + Cost(bytes=2 * written)
         work = max(VECTORIZED.time(stepped), _LEAST)
         moving = time_to_move(itertools.compress(body.in_avals, differs))
@@ -144,12 +148,14 @@ class Step:
             moving=min(moving / work, _MOST_TO_MOVE),
             held=held,
             masked=MASKED.time(stepped),
+            # XLA for CPUs makes a function of each array that a step changes.
+            beginning=launch_time(cost.launches + max(1, changed) + len(tests)),
             alone=Nanoseconds(ALONE.time(cost) + _STEP_ALONE),
         )
 
     def masked_by(self, lanes: int) -> Nanoseconds:
         """What so many lanes take together, masked."""
-        return Nanoseconds(self.masked * lanes + self.work * self.overhead)
+        return Nanoseconds(self.masked * lanes + self.beginning)
 
 
 def time_to_move(arrays: Iterable[Any]) -> Nanoseconds:

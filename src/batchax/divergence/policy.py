@@ -588,7 +588,7 @@ _MOST_STEPS_INSIDE = 8
 PROBED, _MAX_SLOWDOWN, PROBED_GAIN = 4, 2.5, 0.8
 # What lanes may take one after another by the model, over what all take, masked: on one core, and
 # where cores divide the step. Programs: van der Pol, Adam; search: bisection, 32 sines.
-_SERIAL, _SERIAL_OF_CORES = 1.05, 0.5
+_SERIAL, _SERIAL_OF_CORES = 1.0, 0.5
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 _NARROW = 32  # windows of fused steps that all lanes fill on few cores, if one keeps a core busy
 _FILL = 0.75  # of what it takes to begin its operations, as much work as a block of the last has
