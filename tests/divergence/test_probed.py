@@ -56,8 +56,8 @@ def plans(fun, *args, **options):
 @pytest.fixture(params=["probed", "alone"])
 def way(request, monkeypatch):
     """All lanes first; or each lane by itself from the start, as one tile."""
-    for share in "_SERIAL", "_SERIAL_OF_CORES":
-        monkeypatch.setattr(policy, share, 0.0 if request.param == "probed" else 1e9)
+    few = 0 if request.param == "probed" else 1 << 30
+    monkeypatch.setattr(policy, "_few_serial", lambda *_: few)
     return request.param
 
 

@@ -133,9 +133,7 @@ class Step:
         # What is carried is read and written, except for arrays that stay in place, updated or not.
         kept = kept_carries(body, len(body.in_avals) - len(body.out_avals))
         written = bytes_of(a for k, a in enumerate(body.out_avals) if k not in kept)
-        carried = body.jaxpr.invars[len(body.in_avals) - len(body.out_avals) :]
-        pairs = enumerate(zip(carried, body.jaxpr.outvars, strict=True))
-        changed = sum(k not in kept and before is not after for k, (before, after) in pairs)
+        changed = max(1, len(body.out_avals) - len(kept))
         stepped = cost + Cost(bytes=2 * written)
         work = max(VECTORIZED.time(stepped), _LEAST)
         moving = time_to_move(itertools.compress(body.in_avals, differs))
@@ -149,7 +147,7 @@ class Step:
             held=held,
             masked=MASKED.time(stepped),
             # XLA for CPUs makes a function of each array that a step changes.
-            beginning=launch_time(cost.launches + max(1, changed) + len(tests)),
+            beginning=launch_time(cost.launches + changed + len(tests)),
             alone=Nanoseconds(ALONE.time(cost) + _STEP_ALONE),
         )
 

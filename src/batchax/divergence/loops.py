@@ -466,10 +466,6 @@ def _elsewhere(*, loop: DivergentLoop, program: ClosedJaxpr) -> Callable[..., li
     return None if loop.axis.divergence.explicit else loop.masked
 
 
-def _differentiated(*operands: Value, loop: DivergentLoop, program: ClosedJaxpr) -> list[Any]:
-    return loop.differentiated(program, operands)
-
-
 def _batched(
     axis: Axis, args: Values, axes: Positions, /, *, loop: DivergentLoop, program: ClosedJaxpr
 ) -> tuple[list[Any], Positions]:
@@ -544,7 +540,7 @@ divergent_loop_p = own_primitive(
     programs=("program",),
     facts="control",
     rule=_batched,
-    jvp=Of(_differentiated),
+    jvp=Of(lambda *operands, loop, program: loop.differentiated(program, operands)),
     transpose=OF_OPERATIONS,
 )
 _compat.register_unread_results(divergent_loop_p, _without_unread)

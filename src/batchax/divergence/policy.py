@@ -371,7 +371,7 @@ def _most_left(widths: Sequence[int], overhead: float) -> int:
 def _few_serial(t: Thresholds, loop: Loop, step: Step) -> int:
     """Of how many lanes each by itself, in a single kernel, takes less than all do, masked."""
     divided = step.work * loop.lanes > t.max_work_on_a_core
-    return int((_SERIAL_OF_CORES if divided else _SERIAL) * _alone_as_fast(t, loop, step))
+    return int((_SERIAL_OF_CORES if divided else 1) * _alone_as_fast(t, loop, step))
 
 
 def _is_much(t: Thresholds, loop: Loop, step: Step) -> bool:
@@ -586,9 +586,9 @@ _MOST_STEPS_INSIDE = 8
 # are; and how long lanes may take one after another if counts are equal, over a step of all. They
 # do so only once that has been seen to take less, by this factor. Programs: NUTS.
 PROBED, _MAX_SLOWDOWN, PROBED_GAIN = 4, 2.5, 0.8
-# What lanes may take one after another by the model, over what all take, masked: on one core, and
-# where cores divide the step. Programs: van der Pol, Adam; search: bisection, 32 sines.
-_SERIAL, _SERIAL_OF_CORES = 1.0, 0.5
+# What lanes may take one after another by the model, over what all take, masked, where cores divide
+# the step. Programs: van der Pol; search: 32 sines.
+_SERIAL_OF_CORES = 0.5
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 _NARROW = 32  # windows of fused steps that all lanes fill on few cores, if one keeps a core busy
 _FILL = 0.75  # of what it takes to begin its operations, as much work as a block of the last has
