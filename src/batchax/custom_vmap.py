@@ -93,7 +93,8 @@ class custom_vmap(Generic[P, R]):
             - `out` is the result of the function for all lanes. `out_batched` marks the leaves with
               lanes along axis 0, by a pytree of bools that may be a prefix of `out`.
             - Arguments are positional, defaults included. Keyword-only arguments that are passed
-              are keywords, last in `in_batched`.
+              are keywords, last in `in_batched`. For the others, the rule repeats the defaults of
+              the function.
             - A keyword-only parameter `axis_name` of the rule receives the name of the axis or
               None, and `spmd_axis_name` the names of mesh axes. ``lax.psum(x, axis_name)`` of an
               array with lanes along axis 0 has the result of each lane along axis 0.

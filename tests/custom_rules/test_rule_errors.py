@@ -186,3 +186,18 @@ def test_a_rule_for_rows_that_takes_what_def_vmap_gives():
     f.def_rows(lambda size, batched, x: (jnp.cumsum(x.reshape(size, -1), 1), True))
     with pytest.raises(TypeError, match=r"<Rows: where 2 rows are; len\(rows\) is how many>"):
         bx.vmap(f)(bx.Ragged.from_rows([jnp.ones(2), jnp.ones(3)]))
+
+
+@VMAPS
+def test_a_default_that_the_rule_lacks_is_named(vmap):
+    @bx.custom_vmap
+    def power(x, *, by=2):
+        return x**by
+
+    power.def_vmap(lambda axis_size, in_batched, x, *, by: (x**by, True))
+    xs = jnp.arange(3.0)
+    np.testing.assert_array_equal(vmap(lambda x: power(x, by=2))(xs), xs**2)
+    with pytest.raises(TypeError, match="required keyword-only argument: 'by'") as caught:
+        vmap(power)(xs)
+    notes = "".join(traceback.format_exception(caught.value))
+    assert "Repeat the defaults of power in the rule." in notes

@@ -429,6 +429,14 @@ def _naming(user_rule: UserRule, rule: RuleFunction | None) -> Iterator[None]:
     try:
         with noting(f"batchax: raised in {describe_rule(rule)}, {of}."):
             yield
+    except TypeError as error:
+        lacking = f"{getattr(rule, '__qualname__', None)}() missing"
+        if str(error).startswith(lacking) and "keyword-only" in str(error):
+            error.add_note(
+                "A rule receives the keyword-only arguments that a call passes. Repeat the "
+                f"defaults of {user_rule.name} in the rule."
+            )
+        raise
     except NameError as error:
         if "axis name" in str(error) and "axis_name" not in _names_taken(rule):
             error.add_note(
