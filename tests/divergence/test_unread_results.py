@@ -50,6 +50,7 @@ def test_what_is_not_read_is_not_carried(divergence):
     assert not RECORDS.search(some.as_text())
 
 
+@pytest.mark.each_commit(5)
 @WAYS
 @pytest.mark.parametrize("read", [[1], [2], [0, 3]])
 def test_results_are_those_of_all(read, divergence):
@@ -67,6 +68,7 @@ def test_a_loop_of_which_nothing_is_read_is_gone(divergence):
     assert " while(" not in unread.as_text()
 
 
+@pytest.mark.each_commit(2)
 @WAYS
 def test_a_callback_in_a_step_is_made_though_nothing_is_read(divergence):
     if divergence == "compact":
@@ -85,6 +87,7 @@ def test_a_callback_in_a_step_is_made_though_nothing_is_read(divergence):
     assert sorted(seen) == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.each_commit(2)
 @WAYS
 def test_derivatives_of_what_is_read(divergence):
     batched = bx.vmap(lambda x: solve(x)[1], divergence=divergence)
@@ -94,6 +97,7 @@ def test_derivatives_of_what_is_read(divergence):
     np.testing.assert_allclose(tangents, own, rtol=1e-3)
 
 
+@pytest.mark.each_commit(2)
 @WAYS
 def test_in_both_orders_with_jax_vmap(divergence):
     apart = functools.partial(bx.vmap, divergence=divergence)
@@ -104,6 +108,7 @@ def test_in_both_orders_with_jax_vmap(divergence):
         np.testing.assert_allclose(got, expected, rtol=2e-5)
 
 
+@pytest.mark.each_commit(2)
 @WAYS
 def test_traced_with_double_precision_and_lowered_without(divergence):
     with jax.enable_x64(True):
@@ -118,6 +123,7 @@ def test_traced_with_double_precision_and_lowered_without(divergence):
     np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
+@pytest.mark.each_commit(2)
 @WAYS
 def test_over_devices_and_exported(divergence):
     kind = (jax.sharding.AxisType.Auto,)

@@ -41,6 +41,7 @@ def reduced(name, ahead=0):
     return lambda x: of(x[ahead:] if ahead else x, 0, **options)
 
 
+@pytest.mark.each_commit(7)
 @pytest.mark.parametrize("shape", [(), (1,), (2,), (3,), (2, 2), (16,), (17,)], ids=str)
 @pytest.mark.parametrize("name", REDUCED)
 def test_reductions_are_those_of_each_row(name, shape):
