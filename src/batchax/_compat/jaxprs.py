@@ -203,12 +203,8 @@ def used_inputs(program: ClosedJaxpr, outputs: Sequence[bool]) -> list[bool]:
 
 def without_dead(program: ClosedJaxpr) -> ClosedJaxpr:
     """Removes equations that no output or effect needs, also in loops and branches."""
-    # Only JAX's module for partial evaluation has this.
-    jaxpr = constants_as_inputs(program.jaxpr)
-    live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    count = len(jaxpr.invars) - len(program.jaxpr.invars)
-    live = live.replace(constvars=live.invars[:count], invars=live.invars[count:])
-    return close(live, program.consts)
+    jaxpr = program.jaxpr
+    return reduced(program, [True] * len(jaxpr.outvars), [True] * len(jaxpr.invars))[0]
 
 
 def reduced(
@@ -219,6 +215,7 @@ def reduced(
     Returns:
       The program, and which inputs it has.
     """
+    # Only JAX's module for partial evaluation has this.
     jaxpr = constants_as_inputs(program.jaxpr)
     count = len(jaxpr.invars) - len(program.jaxpr.invars)
     kept = [True] * count + list(inputs)

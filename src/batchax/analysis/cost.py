@@ -195,8 +195,9 @@ TRANSCENDENTAL: dict[str, tuple[float, float]] = {
 }
 """For each element: operations, and functions such as a sine or a root."""
 
-SCALAR_FUNCTIONS = _names("atan2 cbrt cos pow sin sqrt tan")
-"""Those that XLA computes for one number at a time on a CPU. Others fill vector registers."""
+_SCALAR_FUNCTIONS = _names("atan2 cbrt cos pow sin sqrt tan")
+"""Those that a lane alone computes about as fast: XLA for CPU computes them for one number at a
+time, or a root in one instruction. Others fill vector registers. Programs: Adam; search: a sine."""
 
 SCATTERS = _names("scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub")
 
@@ -636,7 +637,7 @@ def _of_operation(eqn: Eqn, differs: Sequence[bool] | None) -> Cost:
         launches=int(not (name in PART_OF_OTHERS or is_fused(eqn.primitive))),
         contracted=round(flops) if name == "dot_general" else 0,
         idle=round(flops * empty),
-        idle_transcendentals=0 if name in SCALAR_FUNCTIONS else round(transcendentals * empty),
+        idle_transcendentals=0 if name in _SCALAR_FUNCTIONS else round(transcendentals * empty),
     )
 
 

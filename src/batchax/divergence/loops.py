@@ -534,7 +534,7 @@ divergent_loop_p = own_primitive(
     operations=lambda *operands, loop, program: inline_jaxpr(program, operands),
     compute=_compiled,
     elsewhere=_elsewhere,
-    # What moves lanes reads and writes out of bounds on purpose, which is no error of the user.
+    # Moving lanes reads and writes out of bounds by design, so `checkify` sees masked lanes.
     checked=lambda *operands, loop, program: loop.masked(*operands),
     types=lambda *avals, loop, program: list(program.out_avals),
     programs=("program",),

@@ -391,7 +391,7 @@ def while_loop(
     """Runs as ``lax.while_loop``, with a strongly typed carry, as a step may return one.
 
     JAX checks that a step returns what it is given, for messages to users. These checks are more
-    than half of the time of tracing a loop, so this binds the primitive. Benchmark `vmap`: "while
+    than half of tracing a loop, so this binds the primitive. Benchmark `vmap`: "while
     inside scan", tracing.
     """
     leaves, structure = jax.tree.flatten(state)

@@ -23,7 +23,7 @@ from batchax.jaxprs.types import Aval, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
-from batchax.rows.index import Ints
+from batchax.rows.index import WINDOW, Ints
 
 
 class Places(NamedTuple):
@@ -229,19 +229,15 @@ def _packed_elements(*operands: Value, widths: Sequence[int], size: int) -> list
     return [*_elements(RowsOfBlocks(*found), elements, [np.asarray(widths)], size)]
 
 
-_WINDOW = 16
-"""So many places the loop writes at once. What it writes beyond the end of a row it writes over."""
-
-
 def _packed_elements_on_cpu(*operands: Value, widths: Sequence[int], size: int) -> list[Any]:
     _, _, _, number, held, row, starts, row_of, _, own = operands
     (blocks, slots), capacity = row.shape, row_of.shape[0]
-    zero, window, nowhere = np.int32(0), np.int32(_WINDOW), np.full(_WINDOW, -1, np.int32)
-    of_class, lanes = np.array(widths, np.int32), np.arange(_WINDOW, dtype=np.int32)
+    zero, window, nowhere = np.int32(0), np.int32(WINDOW), np.full(WINDOW, -1, np.int32)
+    of_class, lanes = np.array(widths, np.int32), np.arange(WINDOW, dtype=np.int32)
     row, end = row.reshape(-1), np.int32(blocks * size)
 
     def fill(_: Value, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Some places of the row in a slot of a block."""
+        """`WINDOW` places of the row in a slot of a block; the next row overwrites those beyond."""
         block, slot, place, at, there, back = state
         left = block < np.int32(blocks)
         block_there = lax.min(block, np.int32(blocks - 1))
@@ -256,7 +252,7 @@ def _packed_elements_on_cpu(*operands: Value, widths: Sequence[int], size: int) 
         there = put_part(there, element, to)
         back = put_part(back, lax.select(inside & is_own, element, nowhere), to)
         begin = lax.min(first + place, np.int32(capacity))
-        placed = lax.select(inside & is_own & left, to + lanes, part_of(at, begin, 0, _WINDOW))
+        placed = lax.select(inside & is_own & left, to + lanes, part_of(at, begin, 0, WINDOW))
         at = put_part(at, placed, begin)
 
         place += window
@@ -266,10 +262,10 @@ def _packed_elements_on_cpu(*operands: Value, widths: Sequence[int], size: int) 
         block, slot = lax.select(full, block + np.int32(1), block), lax.select(full, zero, slot)
         return block, slot, place, at, there, back
 
-    steps = max(min(slots, -(-size // width)) * -(-width // _WINDOW) for width in widths)
+    steps = max(min(slots, -(-size // width)) * -(-width // WINDOW) for width in widths)
     # A window longer, as a slice that reaches beyond the end would be moved back.
     # Arrays that are alike are one, and XLA makes a function for each.
-    filled = lax.full((max(capacity, blocks * size) + _WINDOW,), -1, np.int32)
+    filled = lax.full((max(capacity, blocks * size) + WINDOW,), -1, np.int32)
     state = zero, zero, zero, filled, filled, filled
     *_, at, there, back = lax.fori_loop(zero, np.int32(blocks * steps), fill, state)
     return [at[:capacity], there[: blocks * size], back[: blocks * size]]

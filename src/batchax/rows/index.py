@@ -37,9 +37,9 @@ from batchax.rules.masking import is_inexact
 Ints: TypeAlias = np.ndarray | jax.Array
 """Integers, of NumPy where they are known while a program is staged."""
 
-_WINDOW = 16
-"""So many elements the loop writes at once. It goes over rows in order: where a window reaches into
-the next row, that one writes over it."""
+WINDOW = 16
+"""So many elements a loop over rows reads or writes at once (programs: speeds along tracks, next-token
+loss). It goes in order: where a window reaches into the next row, that one writes over it."""
 
 
 def row_places(lengths: Value, capacity: int, bound: int, starts: Value | None = None) -> list[Any]:
@@ -68,12 +68,12 @@ def _row_places(lengths: Value, *elsewhere: Value, capacity: int, bound: int) ->
 
 def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int) -> list[Any]:
     count = lengths.shape[0]
-    if not count or capacity < _WINDOW:
+    if not count or capacity < WINDOW:
         return _row_places(lengths, *starts, capacity=capacity, bound=bound)
     # Constants of their types: numbers of Python would be converted, each by an operation.
-    zero, one, window = np.int32(0), np.int32(1), np.int32(_WINDOW)
+    zero, one, window = np.int32(0), np.int32(1), np.int32(WINDOW)
     room, last = np.int32(capacity), np.int32(count - 1)
-    within = np.arange(_WINDOW, dtype=np.int32)
+    within = np.arange(WINDOW, dtype=np.int32)
 
     def measure(row: Value, state: Tree) -> Tree:
         begin, begins, sizes = state
@@ -93,9 +93,9 @@ def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int
         to = lax.min(element, room - window)
         back = element - to
         there = row * np.int32(bound) if not starts else _start_elsewhere(starts[0], row)
-        new = lax.broadcast(row, (_WINDOW,)), there + (place - back) + within
+        new = lax.broadcast(row, (WINDOW,)), there + (place - back) + within
         arrays = tuple(
-            put_part(x, lax.select(within >= back, part, part_of(x, to, 0, _WINDOW)), to)
+            put_part(x, lax.select(within >= back, part, part_of(x, to, 0, WINDOW)), to)
             for x, part in zip(arrays, new, strict=True)
         )
         leaves = in_row & (size - place <= window)
@@ -107,7 +107,7 @@ def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int
     # A separate loop, which XLA removes where these arrays are not used. XLA makes a function
     # for each array that it fills with a number.
     elements = lax.full((capacity,), 0, np.int32)
-    steps = np.int32(count + capacity // _WINDOW + 1)
+    steps = np.int32(count + capacity // WINDOW + 1)
     state = zero, zero, zero, (elements, elements)
     *_, arrays = lax.fori_loop(zero, steps, fill, state)
     return [begins, sizes, *arrays]

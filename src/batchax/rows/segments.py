@@ -24,7 +24,7 @@ from batchax.jaxprs.types import Aval, Tree, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import OF_OPERATIONS, declare, own_primitive
-from batchax.rows.index import RowIndex
+from batchax.rows.index import WINDOW, RowIndex
 
 REDUCTIONS = {
     "reduce_sum": jax.ops.segment_sum,
@@ -96,7 +96,6 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "reduce_max": lax.max,
     "reduce_min": lax.min,
 }
-_WINDOW = 16  # numbers that the loop reads at once
 _DTYPES = frozenset(map(np.dtype, ("float32", "float64", "int32", "int64")))
 
 
@@ -104,10 +103,10 @@ def _on_cpu(
     x: Value, starts: Value, lengths: Value, rows: Value, *, kind: str, in_full: bool
 ) -> jax.Array:
     each, count = math.prod(x.shape[1:]), starts.shape[0]
-    fits = 0 < each <= _WINDOW <= x.size <= np.iinfo(np.int32).max
+    fits = 0 < each <= WINDOW <= x.size <= np.iinfo(np.int32).max
     if not fits or not count or x.dtype not in _DTYPES:
         return _operations(x, starts, lengths, rows, kind=kind, in_full=in_full)
-    wide = 1 << (_WINDOW // each).bit_length() - 1  # elements in a window
+    wide = 1 << (WINDOW // each).bit_length() - 1  # elements in a window
     numbers, flat = np.int32(wide * each), x.reshape(-1)
     combine, neutral = _COMBINE[kind], np.asarray(NEUTRAL[kind.removeprefix("reduce_")](x.dtype))
     first, most = lax.full((wide * each,), neutral, x.dtype), np.int32(x.size - wide * each)
