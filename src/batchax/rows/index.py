@@ -38,8 +38,8 @@ Ints: TypeAlias = np.ndarray | jax.Array
 """Integers, of NumPy where they are known while a program is staged."""
 
 WINDOW = 16
-"""So many elements a loop over rows reads or writes at once (programs: speeds along tracks, next-token
-loss). It goes in order: where a window reaches into the next row, that one writes over it."""
+"""So many elements a loop over rows reads or writes at once. It goes in order: where a window
+reaches into the next row, that one writes over it. Programs: speeds along tracks."""
 
 
 def row_places(lengths: Value, capacity: int, bound: int, starts: Value | None = None) -> list[Any]:
