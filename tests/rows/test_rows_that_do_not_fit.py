@@ -1,7 +1,5 @@
 """Integers of 64 bits in rows that JAX would cut to 32: refused, not wrapped."""
 
-import types
-
 import jax
 import numpy as np
 import pytest
@@ -17,28 +15,12 @@ def from_arrow(values):
     return bx.Ragged.from_arrow(pyarrow.array([[int(x)] for x in values]))
 
 
-def from_awkward(values):
-    awkward = pytest.importorskip("awkward")
-    return bx.Ragged.from_awkward(awkward.Array([[int(x)] for x in values]))
-
-
-def from_torch(values):
-    torch = pytest.importorskip("torch")
-    rows = [torch.tensor([int(x)]) for x in values]
-    return bx.Ragged.from_torch(torch.nested.nested_tensor(rows, layout=torch.jagged))
-
-
-def from_tensorflow(values):
-    ragged = types.SimpleNamespace(flat_values=values, row_splits=SPLITS)
-    return bx.Ragged.from_tensorflow(ragged)
-
-
 WAYS = {
     "data": lambda values: bx.Ragged(values, [1, 1]),
     "from_rows": lambda values: bx.Ragged.from_rows([values[:1], values[1:]]),
     "from_padded": lambda values: bx.Ragged.from_padded(values[:, None], [1, 1]),
     "from_offsets": lambda values: bx.Ragged.from_offsets(values, SPLITS),
-    **{f.__name__: f for f in (from_arrow, from_awkward, from_torch, from_tensorflow)},
+    "from_arrow": from_arrow,
 }
 
 
