@@ -547,26 +547,6 @@ def test_static_arguments_under_jit(f):
         bx.vmap(f)(jnp.ones(4), jnp.arange(4))  # of a mapped one the advice is another
 
 
-def test_a_traced_value_that_is_left_behind():
-    left = []
-
-    def step(x):
-        left.append(jnp.sin(x) + 1)
-        return x
-
-    with jax.checking_leaks():
-        with pytest.raises(Exception, match="Leaked trace") as caught:
-            bx.vmap(step)(X[:, 0])
-        with pytest.raises(Exception, match="Leaked trace") as of_jax:
-            jax.vmap(step)(X[:, 0])
-    top = str(caught.value).partition("\nJAX says: ")[0]
-    first, what, advice = top.splitlines()
-    assert first == "step leaves a traced value behind, which is none once step has returned:"
-    assert re.match(rf"  {X.dtype}\[\] of .*test_errors.py:\d+.* \(.*step\), held by .*left", what)
-    assert "Return it as an output" in advice
-    assert len(str(caught.value).splitlines()) <= len(str(of_jax.value).splitlines())
-
-
 def test_an_axis_name_that_is_not_mapped():
     with pytest.raises(NameError, match=r'(?s)axis_name="...".*unbound axis name: batch'):
         bx.vmap(lambda x: jax.lax.psum(x, "batch"))(X)

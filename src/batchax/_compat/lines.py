@@ -21,8 +21,6 @@ from jax._src.traceback_util import api_boundary as _of_function
 from jax._src.traceback_util import filter_traceback, register_exclusion
 from jax.extend import source_info_util
 
-from batchax._compat.jaxprs import Eqn
-
 current_name_stack = source_info_util.current_name_stack
 name_stack_extended = source_info_util.transform_name_stack
 current_source = source_info_util.current
@@ -68,12 +66,6 @@ def in_cell(file: str, line: int) -> str:
     return f"cell {number[1]}, line {line}" if number else ""
 
 
-def made_at(tracer: object) -> str:
-    """Returns `file:line (function)` of the user's code that made a tracer; "" if unknown."""
-    source_info = getattr(tracer, "_line_info", None)
-    return user_line(source_info) if source_info is not None else ""
-
-
 def user_file_and_line(source_info: source_info_util.SourceInfo) -> tuple[str, int]:
     """Returns file and line of the user's code that made an equation, for warnings.
 
@@ -116,15 +108,6 @@ def _frames_of_users(frames: Iterable[tuple[Any, int]]) -> Iterator[traceback.Fr
         code = frame.f_code
         if not code.co_filename.startswith(_NOT_THE_USERS):
             yield traceback.FrameSummary(code.co_filename, line, code.co_qualname)
-
-
-def named_equation(eqn: Eqn, name: str | None, params: dict[str, Any]) -> Eqn:
-    """Replaces parameters of an equation, and adds an innermost name if given."""
-    # Public functions put names around what is traced next, not around equations.
-    source = eqn.source_info
-    if name is not None:
-        source = source.replace(name_stack=source.name_stack.extend(name))
-    return eqn.replace(params=params, source_info=source)
 
 
 T = TypeVar("T")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import re
 import traceback
@@ -23,11 +22,6 @@ from batchax.frontend.in_axes import ArgumentPath, SpecifiedLeaf
 from batchax.jaxprs.error_format import name_of
 from batchax.jaxprs.types import Value
 from batchax.kernel.inner import of_what_is_around
-
-_ALIVE = re.compile(r"^<(\w+) (\d+)> is referred to by (.*)$", re.MULTILINE)
-_NAMELESS = re.compile(r"<(?:list|tuple|dict|set|cell) \d+>")
-_FIRST = re.compile(r"JitTracer\((.*)\)")
-
 
 _TRACED = re.compile(r"when the value leaked was (.*) traced for")
 _MADE = re.compile(r"value was created on line (\S.*)\. ?$", re.MULTILINE)
@@ -62,39 +56,6 @@ def escaped(name: str, message: str, place: str | None) -> str:
         f"{traced[1]}{f', made at {made[1]}' if made else ''}. Return it there as an output, and "
         f"pass it to {name} as an argument.\nJAX says: Encountered an unexpected tracer."
     )
-
-
-def leaked(name: str, message: str) -> str:
-    """Says what a function called `name` left behind, by JAX's message; "" if that is of other
-    things.
-    """
-    if not message.startswith("Leaked trace "):
-        return ""
-    lines = []
-    for paragraph in message.split("\n\n")[1:]:
-        type_of, alive = _FIRST.match(paragraph), _ALIVE.findall(paragraph)
-        if type_of is None or not alive or "TracingEqn" in paragraph:
-            continue
-        # JAX names the objects that hold a leaked tracer by their ``id``, the nearest first.
-        at = _compat.made_at(_object(int(alive[0][1])))
-        holders = [held for _, _, held in alive]
-        holder = next((held for held in holders if not _NAMELESS.match(held)), holders[-1])
-        holder = re.sub(r"<(\w+) \d+>", r"a \1", holder)
-        lines.append(f"  {type_of[1]}{f' of {at}' if at else ''}, held by {holder}")
-    if not lines:
-        return ""
-    return (
-        f"{name} leaves a traced value behind, which is none once {name} has returned:\n"
-        + "\n".join(lines)
-        + "\nReturn it as an output; jax.debug.callback hands out values while they are computed."
-        + "\nJAX says: "
-        + message.split(" Leaked tracer(s)")[0]
-    )
-
-
-def _object(number: int) -> object:
-    """Returns the object with that ``id``, which is alive: that is what is wrong."""
-    return next((x for x in gc.get_objects() if id(x) == number), None)
 
 
 def by_name(paths: Sequence[str]) -> str:
@@ -164,10 +125,6 @@ def advise(
         if top and error.args and _SAYS not in str(error.args[0]):
             says = _SAYS if not isinstance(error, (AttributeError, AxisError)) else "\n"
             error.args = (f"{top}{says}{error.args[0]}", *error.args[1:])
-    else:
-        short = leaked(name_of(fun), str(error))
-        if short:
-            error.args = (short,)
 
 
 @contextmanager
