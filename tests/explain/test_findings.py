@@ -447,25 +447,6 @@ def test_advice_is_measured_and_given_where_it_pays(pays, monkeypatch):
     assert "compiled in" in str(explanation)
 
 
-@pytest.mark.parametrize("differ", [True, False])
-def test_a_loop_of_which_lanes_needed_nearly_all_steps_is_no_finding(differ, monkeypatch):
-    def count(n, x):
-        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1]
-
-    n = jnp.arange(2000, dtype=jnp.int32) % 50 if differ else jnp.full(2000, 50, jnp.int32)
-    seconds = {"now": 4.0, "divergence='compact'": 2.0}
-    options = {"divergence": "predicate"}
-    explanation, _ = followed(monkeypatch, seconds, count, 0, n, jnp.ones((2000, 64)), **options)
-    (step,) = explanation.steps
-    assert (step.needed, step.waits_little) == (int(n.sum()), not differ)
-    found = [f for f in explanation.findings if f.kind == "loop waits for its slowest lane"]
-    assert bool(found) == differ
-    if differ:
-        assert "Of 98,000 lane-steps they needed 49,000." in found[0].message
-        assert 'divergence="compact"' in found[0].remedy
-    assert ("bound 100%; nearly all is needed" in str(explanation)) != differ
-
-
 def test_who_turned_it_off_is_told_of_the_default_where_that_surely_pays():
     expensive = lambda n, x, w: lax.while_loop(
         lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.tanh(w @ c[1])), (0, x)

@@ -1,6 +1,6 @@
 """Explanations made by hand, for tests of the faces that show them."""
 
-from batchax.explain.account import Equation, Finding, Held, Memory, Source, Timing, Value, Work
+from batchax.explain.account import Equation, Finding, Memory, Source, Timing, Value, Work
 from batchax.explain.explain import Explanation
 
 HOSTILE = "y = \"</script><b>bold</b>\" + '&amp;' * x"
@@ -175,11 +175,6 @@ def rich(lanes=LANES):
             arguments=18_688,
             outputs=288,
             temporaries=21_024,
-            held=(
-                Held("M", "f32[64,64]", 16_384, "argument", ""),
-                Held("dot_general", "f32[8,64]", 2_048, "temporary", "2"),
-                Held("while", "f32[8,64]", 2_048, "temporary", "4"),
-            ),
         ),
         outside=Work(0.0, 32.0),
         compiled=Work(90_000.0, 210_000.0),

@@ -309,11 +309,6 @@ def calls_back(effects: Effects) -> bool:
     return ordered_by_lane(effects) or any(type(e).__name__ == "DebugEffect" for e in effects)
 
 
-def does_more_than_show(effects: Effects) -> bool:
-    """Returns whether there are effects other than showing values on the host."""
-    return any(type(e).__name__ != "DebugEffect" for e in effects)
-
-
 def checks(effects: Effects) -> bool:
     return any(type(e).__name__ == "ErrorEffect" for e in effects)
 

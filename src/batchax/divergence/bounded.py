@@ -183,8 +183,7 @@ class TailCompaction:
         forward = LoopSignature(0, form.n_consts, n, form.steps, form.x_axes, (), None)
         args = lanes._replace(checkpoints=[], returning=[]).flat
         programs = [loop.steps[0]], [loop.guarded[0]]
-        with recording.uncounted():  # what a sweep recomputes are no steps of it
-            outs, _ = every_step(self.axis, BoundedLoop(None, *programs, forward, args, at.flat))
+        outs, _ = every_step(self.axis, BoundedLoop(None, *programs, forward, args, at.flat))
         return [outs[i] for i in form.kept]
 
     def _many(self, active: Value, steps: Value) -> Value:

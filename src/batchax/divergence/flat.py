@@ -262,9 +262,7 @@ class Lanes:
         for number, part in enumerate(nest.parts):
             match part:
                 case Segment():
-                    # A lane that takes a step comes through the last of them.
-                    with recording.uncounted(part is nest.parts[-1]):
-                        values = self._run_of(part)(here, values)
+                    values = self._run_of(part)(here, values)
                 case Inner():
                     left = None if deadline is None else lax.sub(deadline, spent)
                     here, values, taken, tally = self._come_through(
@@ -315,8 +313,7 @@ class Lanes:
         program = part.constants
         at = [*self.constants_at, *[0] * len(self.nest.slots)]
         reads, reads_at = [values[k] for k in part.reads], [at[k] for k in part.reads]
-        with recording.uncounted():
-            consts, at = interpret(self.axis, program.jaxpr, program.consts, reads, reads_at)
+        consts, at = interpret(self.axis, program.jaxpr, program.consts, reads, reads_at)
         return consts, tuple(at)
 
     def _come_through(

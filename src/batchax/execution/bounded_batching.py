@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -121,9 +120,7 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     kept = dict(zip(form.kept, at.checkpoints[1:], strict=True))
     # Checkpoints of a value have the batch axis if the value has it at any step.
     carry = [0 if a is None and kept.get(i) is not None else a for i, a in enumerate(at.carry)]
-    # Steps that the sweep recomputes are not counted again.
-    with recording.uncounted():
-        carry, _, *forward = _settled(axis, *ahead, at.consts, carry, entries)
+    carry, _, *forward = _settled(axis, *ahead, at.consts, carry, entries)
     before = [*carry, *entries]
     returning, ys, *back = _settled(
         axis, loop.steps[1], loop.guarded[1], at.consts, at.returning, before
@@ -321,12 +318,10 @@ def _masked(
         return plan_masking(jaxpr, at, needed, mine, may_take_mask=False)
 
     plain, safe = plan(body, False), plan(guarded, True)
-    # The last program is the one whose steps are counted, not those that a sweep recomputes.
-    counts = recording.uncounted if i < len(loop.steps) - 1 else nullcontext
-    step = made(_masked_step(axis, body, positions, plain, counts))
+    step = made(_masked_step(axis, body, positions, plain))
     if guarded is body and safe == plain:
         return step, None
-    return step, made(_masked_step(axis, guarded, positions, safe, counts))
+    return step, made(_masked_step(axis, guarded, positions, safe))
 
 
 def _masked_step(
@@ -334,7 +329,6 @@ def _masked_step(
     program: ClosedJaxpr,
     positions: Positions,
     plan: MaskPlan,
-    counts: Callable[[], AbstractContextManager[None]],
 ) -> Step:
     """Builds a step of the active lanes. The others keep their carry, and return zeros."""
 
@@ -347,8 +341,7 @@ def _masked_step(
 
     def step(active: Value, consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
         operands = [*[active] * calls, *consts, *carry, *x]
-        with counts():
-            outs, at = run_masked(active, run, operands, positions, plan, ())
+        outs, at = run_masked(active, run, operands, positions, plan, ())
         outs = [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
         new, ys = outs[: len(carry)], outs[len(carry) :]
         # `ys` of inactive lanes are zero, so that sums over steps ignore them.

@@ -209,7 +209,7 @@ class Call:
         if outputs.added:  # sums over the batch may be factored out of contractions
             positions = [m.axis for m in given]
             staged = factored(self.axis, staged, positions, outputs.added, self.given_traced)
-        return recording.with_numbers(staged), outputs
+        return staged, outputs
 
     def with_program(self: Self) -> Self:
         """Traces the function now, so that calls derived from this one share the trace."""

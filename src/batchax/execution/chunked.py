@@ -311,8 +311,7 @@ def _keeping(eqn: Eqn) -> Eqn:
     donated = eqn.params.get("donated_invars", ())
     if not any(donated):
         return eqn
-    params = eqn.params | {"donated_invars": (False,) * len(donated)}
-    return _compat.named_equation(eqn, None, params)
+    return eqn.replace(params=eqn.params | {"donated_invars": (False,) * len(donated)})
 
 
 class SectionRunner:

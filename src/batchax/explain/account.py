@@ -152,25 +152,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A value that is held when memory use is greatest.
-
-    Attributes:
-      what: the operation that made it, or the argument's name.
-      type: such as ``f32[8,3]``.
-      bytes: what it takes.
-      kind: "argument", "output", "temporary" or "constant".
-      equation: the `number` of the equation it is of, or "".
-    """
-
-    what: str
-    type: str
-    bytes: int
-    kind: str
-    equation: str
-
-
-@dataclass(frozen=True)
 class Memory:
     """The memory of the compiled program, by XLA's memory analysis, in bytes.
 
@@ -179,14 +160,12 @@ class Memory:
       arguments: of which arguments.
       outputs: results.
       temporaries: what is neither.
-      held: the largest values alive at that moment.
     """
 
     peak: int
     arguments: int
     outputs: int
     temporaries: int
-    held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -253,72 +232,6 @@ class Timing:
     advice: dict[str, Any] = field(default_factory=dict)
 
 
-_MOST = 0.8  # of the lane-steps that are done: the rest costs less than it takes to move lanes
-
-
-@dataclass(frozen=True)
-class StepCount:
-    """Counts the steps of a loop, or the runs of a branch, of a measured function.
-
-    A step that is computed for `w` lanes is `w` lane-steps.
-
-    Attributes:
-      equation: The `number` of the equation in the listing.
-      branch: The branch of a `cond`; None for a loop.
-      way: The execution strategy. One of
-
-        - "together": all lanes take the same steps.
-        - "masked": all lanes take part until the last is done.
-        - "compact": lanes run in windows.
-        - "tiles": adjacent lanes run until the last of them is done.
-        - "alone": lanes run sequentially.
-        - "few alone": all lanes take part until few are left, which run sequentially.
-        - "probed": all lanes take part until running sequentially takes less.
-        - "flat": each lane advances independently.
-        - "grouped": a branch runs for the lanes that take it.
-        - "decided": the same, or for all lanes if most of them take it.
-        - "once": once for all lanes.
-      needed: The lane-steps of a loop over the examples; None if unknown.
-      done: The computed lane-steps; None if unknown.
-      masked: The lane-steps of masked lanes; None if unknown.
-      longest: The steps of the lane with the most steps.
-      least: The smallest number of lane-steps with this strategy.
-      why: The reason why they are not known, or empty.
-      masked_for: The reason why lanes are masked, or empty.
-    """
-
-    equation: str
-    branch: int | None
-    way: str
-    needed: int | None = None
-    done: int | None = None
-    masked: int | None = None
-    longest: int | None = None
-    least: int | None = None
-    why: str = ""
-    masked_for: str = ""
-
-    @property
-    def utilization(self) -> float | None:
-        """The share of computed lane-steps that lanes needed; None if unknown, or without any."""
-        return self.needed / self.done if self.needed is not None and self.done else None
-
-    @property
-    def bound(self) -> float | None:
-        """The least share of the masked lane-steps; None if unknown, or without any."""
-        return self.least / self.masked if self.least is not None and self.masked else None
-
-    @property
-    def in_vain(self) -> int:
-        """The number of computed lane-steps that no lane needed; zero if unknown."""
-        return (self.done or 0) - (self.needed or 0)
-
-    @property
-    def waits_little(self) -> bool:
-        """Whether utilization is so high that no other strategy can be much faster."""
-        return self.utilization is not None and self.utilization >= _MOST
-
-
 @dataclass(frozen=True)
 class Account:
     """What an `Explanation` holds; its attributes are described there."""
@@ -336,7 +249,6 @@ class Account:
     timings: tuple[Timing, ...] = ()
     unmeasured: tuple[int | str | None, ...] = ()
     devices: Devices | None = None
-    steps: tuple[StepCount, ...] = ()
 
     @property
     def work(self) -> Work:

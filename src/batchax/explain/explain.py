@@ -15,17 +15,11 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.eager import whatever_jit
 from batchax.explain.account import Account
-from batchax.explain.compiled import (
-    count_steps,
-    counted_by_compiler,
-    find_devices,
-    find_memory,
-    steps_unknown,
-)
+from batchax.explain.compiled import counted_by_compiler, find_devices, find_memory
 from batchax.explain.findings.batch import find_findings
 from batchax.explain.findings.operations import FindingContext
 from batchax.explain.listing import Attribution, Listing, Names, Tally, arguments_of, outputs_of
-from batchax.explain.measure import as_it_is, check_values, first_call, measure_alone
+from batchax.explain.measure import as_it_is, check_values, measure_alone
 from batchax.explain.measure import measure as measure_ways
 from batchax.explain.page import as_embedded_page, as_page
 from batchax.explain.text import as_text, for_terminal
@@ -62,7 +56,6 @@ class Explanation(Account):
       unmeasured: The batch sizes and advised options that `time_limit` left out.
       devices: The devices that lanes are sharded over, or None. Then `memory` and `compiled` are
         those of one device.
-      steps: With `measure`, a `StepCount` for each loop and branch.
 
     Example:
       >>> def f(m, x):
@@ -96,7 +89,7 @@ class Explanation(Account):
         return as_embedded_page(self)
 
     def details(self) -> str:
-        """Returns the whole explanation as text: all findings, equations, and counted steps.
+        """Returns the whole explanation as text: all findings and equations.
 
         `print(explanation)` shows the most expensive ones, in about 60 lines.
 
@@ -121,9 +114,6 @@ class Explanation(Account):
 
 
 P = ParamSpec("P")
-
-# Two more programs are made to count steps, and counting is in them.
-_PROGRAMS = 3
 
 
 @_compat.api_boundary
@@ -239,13 +229,6 @@ def _of_batched(
         assert compiled is not None
         size = ways.options.get("batch_size")
         way = as_it_is(size, staged, compiled, made)
-        listed = {eqn.number: eqn for eqn in explanation.walk()}
-        if ways.alone:
-            steps = steps_unknown(listed, "it is not the batched function alone")
-        elif _PROGRAMS * (made + first_call(way)) < time_limit:
-            steps = count_steps(batched, args, kwargs, listed, size is not None, lengths_known)
-        else:
-            steps = steps_unknown(listed, "no time was left")
         time_left = time_limit - (time.monotonic() - start)
         if ways.alone:
             timings, left, tried = measure_alone(way, time_left), (), ()
@@ -255,10 +238,8 @@ def _of_batched(
             given = args, kwargs, advised, time_left, lengths_known
             timings, left, tried = measure_ways(way, *how, *given)
         # Once more: what was measured decides which advice is given.
-        findings = find_findings(replace(context, timings=timings, tried=tried, steps=steps))
-        return replace(
-            explanation, timings=timings, unmeasured=left, findings=findings, steps=steps
-        )
+        findings = find_findings(replace(context, timings=timings, tried=tried))
+        return replace(explanation, timings=timings, unmeasured=left, findings=findings)
 
     return explained
 
@@ -294,7 +275,7 @@ def _explain(
     outputs = () if example is None else outputs_of(example, names, **placed)
     memory = counted = None
     if compiled is not None:
-        memory = find_memory(compiled, recorder, listing.numbers, staged.paths)
+        memory = find_memory(compiled)
         counted = counted_by_compiler(compiled)
     shards = next((details for about, details in recorder.facts if about == "shards"), None)
     context = FindingContext(

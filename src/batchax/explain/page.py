@@ -23,12 +23,9 @@ from batchax.explain.findings.operations import price
 from batchax.explain.text import Line, costliest_lines, lines_of, own_line
 from batchax.explain.wording import (
     SERVICES,
-    STEPS_NOTE,
     Again,
     fold,
     show_devices,
-    show_gain,
-    show_lanes_run,
     show_masked,
     show_options,
     show_repeats,
@@ -95,12 +92,6 @@ def _shown(explanation: Account) -> dict[str, Any]:
         "lines": list(map(_line, _ordered_lines(explanation, by_itself))),
         "repeats": dict(_repeats(explanation.equations)),
         "masked": {n: why for n, eqn in equations.items() if (why := show_masked(eqn))},
-        "steps": [
-            "; ".join(filter(None, [show_lanes_run(eqn, counted), show_gain(counted)]))
-            for counted in explanation.steps
-            for eqn in [equations[counted.equation]]
-        ],
-        "steps_note": STEPS_NOTE,
         "timings": [
             show_options(t.advice) or words.get(t.batch_size, f"{t.batch_size}")
             for t in explanation.timings

@@ -9,11 +9,10 @@ from typing import Any
 
 from batchax.analysis.differences import shown_place
 from batchax.execution.memory import show_bytes
-from batchax.explain.account import Account, Equation, Memory, Source, StepCount, Value, Work
+from batchax.explain.account import Account, Equation, Memory, Source, Value, Work
 from batchax.explain.findings.operations import price
 from batchax.explain.wording import (
     SERVICES,
-    STEPS_NOTE,
     Again,
     alike,
     count,
@@ -21,8 +20,6 @@ from batchax.explain.wording import (
     marked,
     show_devices,
     show_flops,
-    show_gain,
-    show_lanes_run,
     show_masked,
     show_repeats,
     show_seconds,
@@ -93,14 +90,12 @@ _LEAST_SHARE = 0.05  # of the whole price, for a line to be named
 
 
 _WIDTH = 100  # of a line of prose
-_MOST_HELD = 5  # values in memory that are named; the page has more
 _MOST_VALUES = 12  # arguments, or outputs, that are listed one by one
 
 # Of an explanation of more lines than these, the text has what costs most.
 _MOST_LINES = 60
 _MOST_FINDINGS = 6
 _MOST_EQUATIONS = 8
-_MOST_STEPS = 8
 
 
 def as_text(explanation: Account, details: bool = False) -> str:
@@ -125,9 +120,6 @@ def _lines(explanation: Account, brief: bool = False) -> Iterator[str]:
     yield from _summary(explanation)
     yield ""
     yield from _costliest(explanation) if brief else _program(explanation)
-    if explanation.steps:
-        yield ""
-        yield from _steps(explanation, _MOST_STEPS if brief else None)
     if explanation.timings:
         yield ""
         yield from _timings(explanation)
@@ -164,10 +156,6 @@ def _memory(memory: Memory) -> Iterator[str]:
         f"arguments, {show_bytes(memory.outputs)} outputs, "
         f"{show_bytes(memory.temporaries)} temporaries"
     )
-    for held in memory.held[:_MOST_HELD]:
-        where = f", equation {held.equation}" if held.equation else ""
-        size = f"{show_bytes(held.bytes):>10}"
-        yield f"             {size}  {held.type} {held.what} ({held.kind}{where})"
 
 
 def _findings(explanation: Account, most: int | None) -> Iterator[str]:
@@ -389,40 +377,6 @@ _COLUMNS: tuple[tuple[Callable[[Equation], str], int], ...] = (
 """The cells of a line of the listing, and how wide they are at most."""
 
 
-def _steps(explanation: Account, most: int | None) -> Iterator[str]:
-    yield "Lane-steps of loops and branches, needed of those done:"
-    listed = {eqn.number: eqn for eqn in explanation.walk()}
-    rows, line = [], None
-    kept = sorted(explanation.steps, key=lambda counted: -counted.in_vain)[:most]
-    for counted in [counted for counted in explanation.steps if counted in kept]:
-        eqn = listed[counted.equation]
-        name = eqn.primitive if counted.branch is None else f"branch {counted.branch}"
-        rows.append((eqn, [eqn.number, name, show_lanes_run(eqn, counted), _use(counted)]))
-    widths = [max(len(cells[k]) for _, cells in rows) for k in range(3)]
-    for eqn, (*cells, use) in rows:
-        if eqn.source != line and eqn.source.line:
-            line = eqn.source
-            yield f"  {_place(line)}"
-        padded = [f"{cell:<{w}}" for cell, w in zip(cells, widths, strict=True)]
-        yield f"    {'  '.join(padded)}  {use}"
-    if left := len(explanation.steps) - len(rows):
-        yield f"  ... and {left} more with fewer steps in vain: explanation.steps"
-    yield from _wrapped(STEPS_NOTE, "  ", "  ")
-
-
-def _use(counted: StepCount) -> str:
-    if counted.why:
-        return f"not counted: {counted.why}"
-    if counted.utilization is None:
-        return "nothing was done"
-    used = f"{counted.needed:,} of {counted.done:,}, {counted.utilization:.0%}"
-    if counted.bound is None:
-        return used
-    masked = "" if counted.masked == counted.done else f"; masked lanes do {counted.masked:,}"
-    gain = show_gain(counted)
-    return f"{used}{masked}; bound {counted.bound:.0%}{f'; {gain}' if gain else ''}"
-
-
 def _timings(explanation: Account) -> Iterator[str]:
     yield "Measured:"
     for timing in explanation.timings:
@@ -449,7 +403,7 @@ def for_terminal(explanation: Account, details: bool = False) -> object:
 
 _STYLES = (
     (r"\A.*", "bold"),
-    (r"(?m)^(Findings|The program|Lane-steps|Measured).*$", "bold"),
+    (r"(?m)^(Findings|The program|Measured).*$", "bold"),
     (r"(?m)^  \d+\. .*$", "yellow"),
     (r"(?m)^ +-> .*$", "green"),
     (r"(?m)^ +\S+:\d+  \S.*$", "italic cyan"),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from batchax.execution.memory import show_bytes
-from batchax.explain.account import Account, Devices, Equation, StepCount, Timing, Value, Work
+from batchax.explain.account import Account, Devices, Equation, Timing, Value, Work
 from batchax.jaxprs.types import Values
 
 _LEAST = 4
@@ -143,14 +143,6 @@ SERVICES = {
 }
 """How equations are batched, for people."""
 
-
-STEPS_NOTE = (
-    "A step computed for w lanes is w lane-steps; needed are those of each lane by itself. The "
-    "bound is the share of what masked lanes would do that cannot be saved: what is needed, or, "
-    "where all lanes advance independently, as many steps for each as any takes."
-)
-"""What lane-steps are, and the bound."""
-
 _MOST_COPIES = 4  # replicated values that are named
 
 
@@ -210,31 +202,6 @@ def show_devices(devices: Devices) -> list[str]:
         sentences.append(f"exchanged: {', '.join(moved) or 'nothing'}")
         sentences.append("memory, and what the compiler counts, are those of one of them")
     return sentences
-
-
-def show_lanes_run(eqn: Equation, counted: StepCount) -> str:
-    widths = ", ".join(f"{w:,}" for w in eqn.notes.get("widths", ()))
-    return {
-        "together": "together",
-        "masked": "masked",
-        "compact": f"windows of {widths}",
-        "tiles": f"tiles of {widths} lanes",
-        "alone": "sequentially",
-        "few alone": "masked, the last ones sequentially",
-        "probed": "masked, then sequentially",
-        "flat": f"advancing independently, {widths} at a time",
-        "grouped": "those that take it",
-        "decided": "those that take it, or all if most do",
-        "asked of all": "as long as any goes on",
-        "once": "once for all",
-    }[counted.way]
-
-
-def show_gain(counted: StepCount) -> str:
-    """Says why lanes wait for each other in a loop or branch; empty where they need not."""
-    if counted.branch is None and counted.way == "masked" and counted.waits_little:
-        return "nearly all is needed"
-    return counted.masked_for
 
 
 def show_masked(eqn: Equation, branch: int | None = None) -> str:

@@ -419,7 +419,6 @@ def interpret(
 
     if recording.is_watched():
         with recording.run(jaxpr):
-            recording.runs(axis)
             run_all()
     else:
         run_all()

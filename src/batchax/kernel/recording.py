@@ -20,7 +20,6 @@ import jax
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.analysis.counted import mark_for, numbered, put_mark
 from batchax.cache import Cache
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Program, Value
 from batchax.kernel.axis import Axis, Position, Positions
@@ -70,19 +69,12 @@ class PerExample:
     # Keyed by the variable of the program around, as values must not be kept alive.
     arguments: Mapping[Any, tuple[Any, Position]]
     outputs: Sequence[Any]
-    # Only where runs are counted: the program, and the variable or value of each operand.
-    program: Any = None
-    given: Sequence[Any] = ()
-    positions: Positions = ()  # batch axes of `given`
 
 
 class Recorder:
     """Collects notes while it is active: ``with recorder.active(): ...``."""
 
-    def __init__(self, counts: bool = False, numbers: bool = True) -> None:
-        # `counts`: programs get marks that count runs of loops and branches. `numbers`: loops and
-        # branches still need numbers for that.
-        self.counts, self.numbers = counts, numbers
+    def __init__(self) -> None:
         self.records: list[Record] = []  # one for each time an equation is batched
         self.programs: list[PerExample] = []
         self.facts: list[tuple[str, dict[str, Any]]] = []  # facts on the call as a whole
@@ -112,7 +104,6 @@ class _Place:
     role: str = ""
     paused: bool = False
     staged_for: Axis | None = None
-    counts: bool = True
 
 
 _place: ContextVar[_Place | None] = ContextVar("batchax_recording", default=None)
@@ -205,33 +196,6 @@ def run(program: Program) -> AbstractContextManager[None]:
     return _otherwise(run=Run(_compat.without_constants(program)))
 
 
-def runs(axis: Axis) -> None:
-    """Emits a mark that counts runs of a program in a loop or branch, where runs are counted."""
-    place = _active()
-    if place is None or not (place.recorder.counts and place.counts) or place.record is None:
-        return
-    # The condition of a loop runs once more than its body, and is not counted.
-    if place.role == "condition":
-        return
-    branch = place.role.removeprefix("branch ")
-    mark = mark_for(place.record.eqn, int(branch) if branch.isdigit() else None, axis.size)
-    if mark is not None:
-        put_mark(mark)
-
-
-def uncounted(is_counted: bool = False) -> AbstractContextManager[None]:
-    """Turns off counting, for a part of a program that is batched on its own."""
-    return _otherwise(counts=is_counted)
-
-
-def with_numbers(program: ClosedJaxpr) -> ClosedJaxpr:
-    """Numbers the loops of a program that is going to be batched, where runs are counted."""
-    place = _active()
-    if place is None or place.record is not None:
-        return program
-    return numbered(program) if place.recorder.counts and place.recorder.numbers else program
-
-
 def part(role: str) -> AbstractContextManager[None]:
     """Names the program of an equation that its rule batches: "condition", "branch 0"."""
     return _otherwise(role=role)
@@ -253,15 +217,7 @@ def found_program(axis: Axis, staged: ClosedJaxpr, mapped: Sequence[Any]) -> Non
         consts = zip(staged.consts, ((v, None) for v in jaxpr.constvars), strict=True)
         # Values are replaced by their variables, as a record must not keep them alive.
         own = {_compat.staged_variable(x): placed for x, placed in (*pairs, *consts)}
-        more: dict[str, Any] = {}
-        if place.recorder.counts:
-            of_it = [*staged.consts, *(m.value for m in mapped)]
-            at = [*[None] * len(staged.consts), *(m.axis for m in mapped)]
-            variables = map(_compat.staged_variable, of_it)
-            pairs = zip(of_it, variables, strict=True)
-            of_it = [x if v is None else v for x, v in pairs]
-            more = {"program": staged, "given": of_it, "positions": at}
-        place.recorder.programs.append(PerExample(axis, own, tuple(jaxpr.outvars), **more))
+        place.recorder.programs.append(PerExample(axis, own, tuple(jaxpr.outvars)))
 
 
 def note(**facts: Any) -> None:

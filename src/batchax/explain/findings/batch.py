@@ -127,20 +127,13 @@ def loops(context: FindingContext) -> Iterator[Finding]:
         if any(e.notes.get("divergence") in _LEFT for e in _around(context, eqn)):
             continue  # lanes leave that loop, and wait in this one for few others
         step, steps = _step_of(eqn)
-        # Without counts, half of the steps of all lanes are taken to be for nothing.
-        waits, more = steps / 2, ""
-        counted = context.counted(eqn.number)
-        if counted is not None:
-            if counted.waits_little:
-                continue
-            waits = counted.in_vain / context.each
-            more = f" Of {counted.done:,} lane-steps they needed {counted.needed:,}."
         yield Finding(
             "loop waits for its slowest lane",
             f"`{eqn.primitive}` runs until the last of {lanes_at_a_time(context, record)} is done. "
-            f"Each step costs {show_work(step)} for all lanes, done or not.{more}",
+            f"Each step costs {show_work(step)} for all lanes, done or not.",
             equation=eqn.number,
-            cost=price(step) * waits,
+            # Half of the steps of all lanes are taken to be for nothing.
+            cost=price(step) * steps / 2,
             **_remedy_of_loops(context, record),
         )
 

@@ -22,7 +22,7 @@ from batchax.analysis.cost import (
 )
 from batchax.analysis.hlo import Computation, Instruction, Module, UnreadableProgram, read_module
 from batchax.execution.memory import show_bytes
-from batchax.explain.account import Equation, Finding, Memory, StepCount, Timing, Work
+from batchax.explain.account import Equation, Finding, Memory, Timing, Work
 from batchax.explain.listing import Tally, number_of
 from batchax.explain.wording import count, marked, show_flops
 from batchax.jaxprs.types import Values
@@ -78,7 +78,6 @@ class FindingContext:
     timings: Sequence[Timing] = field(default=())  # that of the program as it is first
     # advice that was followed to measure what it brings, even if it raised
     tried: Sequence[Mapping[str, Any]] = field(default=())
-    steps: Sequence[StepCount] = field(default=())
 
     @property
     def temporaries(self) -> int | None:
@@ -119,12 +118,6 @@ class FindingContext:
             return read_module(self.compiled)
         except UnreadableProgram:
             return None
-
-    def counted(self, number: str) -> StepCount | None:
-        """Returns the lane-steps of a loop, if they were counted and it took any."""
-        of_loop = (c for c in self.steps if c.equation == number and c.branch is None)
-        count = next(of_loop, None)
-        return None if count is None or count.utilization is None else count
 
     @cached_property
     def price(self) -> float:
