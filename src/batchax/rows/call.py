@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ from batchax.rows.building import (
 )
 from batchax.rows.index import Ints, RowIndex, pack_rows
 from batchax.rows.numpy_patches import rows_of_one_length
-from batchax.rows.packed_forms import shorten, shorter
+from batchax.rows.packed_forms import shorter
 from batchax.rows.padded import CannotPad
 from batchax.rows.ragged import Ragged, rows_of_one_size
 from batchax.rows.sizes import (
@@ -545,26 +545,31 @@ def as_ragged(
     return Ragged(pack_rows(padded, index, axes), lengths, tuple(bounds), axis=axes)
 
 
-def as_shorter(
-    packed: Value,
-    shape: Shape,
-    sizes: Sequence[RowSize],
-    arguments: Sequence[tuple[Mapped, SizesOf]],
-) -> Ragged:
-    """Rows that are where longer ones were, as a `Ragged`: see `as_ragged`."""
-    (axis,) = ragged_axes(shape)
-    bounds = {size.name: size.bound for size in sizes}
-    named = shorter(shape[axis], bounds)
-    assert named is not None
-    size = next(size for size in sizes if size.name == named[0])
-    lengths, bound = _lengths_of(shape[axis], sizes), max(size.bound - named[1], 0)
-    elements = elements_of((lengths,))
-    if elements is None:
-        room = _capacity([shape[axis]], [bound], sizes, arguments)
-    else:
-        room = int(elements.sum())
-    data = shorten(packed, size.index, named[1], axis, lengths, room)
-    return Ragged(data, lengths, bound, axis=axis)
+class Shorter(NamedTuple):
+    """Rows that have so many elements less than those of a size, and no fewer than none."""
+
+    size: RowSize
+    less: int
+    axis: int
+    lengths: Ints
+    bound: int
+    capacity: int  # how many elements all of them have at most
+
+    @classmethod
+    def of(
+        cls, shape: Shape, sizes: Sequence[RowSize], arguments: Sequence[tuple[Mapped, SizesOf]]
+    ) -> Shorter:
+        (axis,) = ragged_axes(shape)
+        named = shorter(shape[axis], {size.name: size.bound for size in sizes})
+        assert named is not None
+        size = next(size for size in sizes if size.name == named[0])
+        lengths, bound = _lengths_of(shape[axis], sizes), max(size.bound - named[1], 0)
+        elements = elements_of((lengths,))
+        if elements is None:
+            room = _capacity([shape[axis]], [bound], sizes, arguments)
+        else:
+            room = int(elements.sum())
+        return cls(size, named[1], axis, lengths, bound, room)
 
 
 def _lengths_of(dim: Dim, sizes: Sequence[RowSize]) -> Ints:

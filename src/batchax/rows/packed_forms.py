@@ -27,7 +27,7 @@ from batchax.cache import Cache
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import Aval, Eqn, Value
 from batchax.kernel.axis import Position
-from batchax.rows.index import RowIndex, moved, row_places, take_clipped
+from batchax.rows.index import RowIndex, take_clipped
 from batchax.rows.padded import Operation, Row
 from batchax.rows.padded_rules.positions import (
     CLIP,
@@ -116,30 +116,6 @@ class PackedSizes(Sizes):
         return jnp.asarray((row == after) & (row < self.count))
 
 
-def shorten(
-    x: Value, index: RowIndex, less: int, axis: int, lengths: Value, capacity: int
-) -> jax.Array:
-    """Packed rows without the last `less` elements of each, and with nothing between them."""
-    room, most = x.shape[axis], max(index.bound - less, 0)
-    lengths = lengths.astype(np.int32)
-    if not isinstance(index.lengths, np.ndarray):
-        starts, _, _, source = row_places(lengths, capacity, most, index.starts)
-        source = jnp.where(source < room, source, -1)
-
-        def to(before: Value, lengths: Value, starts: Value) -> Value:
-            _, _, row, at = row_places(before, room, index.bound, starts)
-            row = jnp.minimum(row, len(lengths) - 1)
-            return jnp.where(at - starts[row] < lengths[row], at, -1)
-
-        return moved(x, axis, source, to, index.lengths, lengths, starts)
-    row = RowIndex.of(lengths, capacity, most).rows
-    gone = np.append(index.lengths - lengths, 0)
-    source = np.arange(capacity, dtype=np.int32) + (np.cumsum(gone) - gone)[row].astype(np.int32)
-    target = np.full(room, -1, np.int32)
-    target[source] = np.arange(capacity, dtype=np.int32)
-    return moved(x, axis, source, target)
-
-
 @dataclass(frozen=True)
 class Packed:
     """A value of all rows."""
@@ -170,6 +146,18 @@ def packed_move(eqn: Eqn, bounds: Mapping[str, int]) -> Move | None:
     """How an equation that reads or writes along packed rows runs; None of other equations."""
     find = _MOVES.get(eqn.primitive.name)
     return None if find is None else find(eqn, bounds)
+
+
+def offset_in_row(eqn: Eqn, bounds: Mapping[str, int]) -> int | None:
+    """Where a part of packed rows begins in each, along the first axis; None if it is no part."""
+    if packed_move(eqn, bounds) is None:
+        return None
+    if eqn.primitive.name == "slice":
+        return eqn.params["start_indices"][0]
+    starts = _starts(eqn.invars[1]) if eqn.primitive.name == "gather" else None
+    if starts is None:
+        return None
+    return dict(zip(eqn.params["dimension_numbers"].start_index_map, starts, strict=True)).get(0, 0)
 
 
 def _starts(v: core.Var | core.Literal) -> list[int] | None:
@@ -243,6 +231,8 @@ def shift(x: Value, axis: int, by: int) -> jax.Array:
     """Each element so many places further, or nearer to the front; zeros where none comes."""
     if not by:
         return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys have no zero
+        return jnp.roll(x, by, axis)
     config = [(0, 0, 0)] * x.ndim
     config[axis] = by, -by, 0
     return lax.pad(x, lax.full((), 0, x.dtype), config)

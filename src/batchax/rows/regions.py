@@ -23,7 +23,7 @@ from batchax.jaxprs.types import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Position, Positions, axis_to_front
 from batchax.kernel.inner import batch_function
-from batchax.rows.call import RowCall, SizesOf, as_ragged, as_shorter, capacity_of, with_room
+from batchax.rows.call import RowCall, Shorter, SizesOf, as_ragged, capacity_of, with_room
 from batchax.rows.groups import of_one_row
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import (
@@ -35,6 +35,7 @@ from batchax.rows.layouts import (
     differing_values,
     flatten,
 )
+from batchax.rows.near import shortened
 from batchax.rows.packed import PackedRows, run_and_note
 from batchax.rows.packed_forms import Packed, names_of
 from batchax.rows.padded import CannotPad, Row, run_equation
@@ -308,7 +309,12 @@ class InRegions(Strategy):
         arguments = [_held(rows, m, own) for m, own in call.arguments]
         with recording.run(call.staged.jaxpr):
             outs = run_regions(rows, call.bounds, program, regions, arguments, in_groups)
-        return [rows.cut(out) for out in outs], [out.axis for out in outs]
+        arrays = list(map(rows.cut, outs))
+        for k, out in enumerate(outs):
+            if out.axis is None and has_symbols(out.shape) and names_of(out.shape) is None:
+                own = Shorter.of(out.shape, call.sizes, call.arguments)
+                arrays[k] = shortened(out.value, own, program, k, [x.value for x in arguments])
+        return arrays, [out.axis for out in outs]
 
     def check(self, call: Call, said: Positions) -> None:
         check_unbatched(call.axis, call.described, said)
@@ -322,14 +328,15 @@ class InRegions(Strategy):
             elif axis is not None:
                 results.append(as_ragged(x, shape, call.sizes, call.arguments))
             elif names_of(shape) is None:
-                results.append(as_shorter(x, shape, call.sizes, call.arguments))
+                own = Shorter.of(shape, call.sizes, call.arguments)
+                results.append(Ragged(x, own.lengths, own.bound, axis=own.axis))
             else:
                 at = ragged_axes(shape)
                 # By name: JAX may return a function's jaxpr that it traced in an earlier call,
                 # whose sizes are of another scope.
                 by_name = {str(s.symbol): s for s in call.sizes}
-                own = [by_name[str(shape[k])] for k in at]
-                lengths, bounds = [s.lengths for s in own], tuple(s.bound for s in own)
+                several = [by_name[str(shape[k])] for k in at]
+                lengths, bounds = [s.lengths for s in several], tuple(s.bound for s in several)
                 results.append(Ragged(x, lengths, bounds, axis=tuple(at)))
         return results, call.outputs
 
