@@ -267,6 +267,18 @@ def test_ties_share_the_derivative(kind, residuals):
     same(jax.jvp(f, (x,), (tangent,)), jax.jvp(g, (x,), (tangent,)))
 
 
+@pytest.mark.parametrize("kind", ["max", "min"])
+@pytest.mark.parametrize("residuals", ["recompute", "keep"])
+def test_the_derivative_of_an_extreme_that_is_nan_is_nan(kind, residuals):
+    x = jnp.array([[3.0, 1.0], [2.0, 1.0], [np.nan, 0.0], [1.0, 1.0], [3.0, 1.0]])
+    f = bx.vmap(computed, 0, bx.Reduce(kind), batch_size=2, residuals=residuals)
+    g = lambda x: NAMED[kind](x, axis=0)
+    expected = plainly(jax.jacrev(g), x)
+    assert np.isnan(expected[0]).any()
+    same(jax.jit(jax.jacrev(f))(x), expected)
+    same(jax.jit(jax.jacfwd(f))(x), plainly(jax.jacfwd(g), x))
+
+
 def test_derivatives_of_extremes_of_what_all_lanes_share():
     x, w = example((LANES, 3), seed=1), example((3,), seed=2)
     one = lambda x, w: jnp.sin(x * w).sum()

@@ -11,6 +11,8 @@ from jax import lax
 import batchax as bx
 from batchax.nonfinite.origins import Evaluator, Places
 
+from support.compiled import compilations
+
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 
 
@@ -312,7 +314,7 @@ def test_results_that_are_not_finite_where_marks_see_nothing():
 
     def host(x):  # finite while each operation is looked at
         calls.append(x)
-        return np.where(len(calls) > 1, np.inf, x).astype(x.dtype)
+        return np.where(len(calls) == 1, np.inf, x).astype(x.dtype)
 
     fun = lambda x: jax.pure_callback(host, x, x, vmap_method="expand_dims")
     found = bx.find_nonfinite(fun)(jnp.ones(3, FLOAT))
@@ -454,3 +456,40 @@ def test_explain_of_a_function_that_calls_a_vmap():
     assert "sin" in [eqn.primitive for eqn in explanation.walk()]
     with pytest.raises(bx.ArgumentTypeError, match="explain found no vmap"):
         bx.explain(jnp.sin, in_axes=None)(jnp.ones(7))
+
+
+def test_what_is_made_of_nothing():
+    # `iota` of floats has no operand.
+    found = bx.find_nonfinite(lambda x: x + jnp.log(jnp.arange(3.0) - 1).sum())(jnp.ones(2))
+    assert found.lanes.tolist() == [0, 1]
+    assert found.faults[0].primitive == "log"
+
+
+def test_lanes_that_a_scan_takes_its_entries_of():
+    def total(x):
+        return lax.scan(lambda c, t: (c + jnp.log(t), None), 0.0 * x[0], x)[0]
+
+    xs = jnp.ones((5, 3), FLOAT).at[3, 1].set(-1)
+    mean = lambda xs: bx.vmap(total)(xs).mean()
+    found = bx.find_nonfinite(jax.value_and_grad(mean), in_axes=None)(xs)
+    assert found.lanes.tolist() == [3]
+    assert one(found).primitive == "log"
+
+
+def test_what_is_finite_takes_one_program_and_what_is_not_three():
+    rows, ones = with_one_row_of_zeros(6), jnp.ones((6, 3))
+    found = bx.find_nonfinite(lambda x: (jnp.log(x).sum(), 1 / x.sum()))
+    compiled = lambda xs: [x["fun_name"] for x in compilations(lambda: found(xs))]
+    assert compiled(ones) == ["jit(of_arrays)"]
+    assert compiled(rows).count("jit(of_arrays)") == 3
+
+
+def test_an_operand_that_is_a_key():
+    @bx.custom_vmap
+    def draw(key, x):
+        return jnp.log(x * jax.random.normal(key))
+
+    draw.def_vmap(lambda size, batched, keys, xs: (jax.vmap(draw.fun)(keys, xs), True))
+    found = bx.find_nonfinite(draw)(jax.random.split(jax.random.key(0), 4), -jnp.ones(4))
+    assert found.lanes.size
+    assert found.faults[0].operands[0] == "key<fry>[]"

@@ -138,7 +138,7 @@ def _extreme_of_all(kind: str) -> Callable[[Any, Any], Any]:
         holds = lax.eq(best, jnp.broadcast_to(most[None], best.shape))
         held = lax.select(holds, count, lax.full_like(count, 0)).astype(wide)
         share = held / jnp.sum(held, 0, keepdims=True)
-        moved = share * lax.select(holds, dot, lax.full_like(dot, 0)).astype(wide)
+        moved = share * dot.astype(wide)  # of a NaN, which no lane attains, the share is 0 / 0
         return most, jnp.sum(moved, 0).astype(dot.dtype)
 
     return extreme

@@ -224,12 +224,14 @@ def find(
     program = _Marking(fun, [leaf.path for leaf in leaves], rebuild)
     values, specs = [leaf.value for leaf in leaves], [leaf.spec for leaf in leaves]
     compiled = functools.partial(_compiled, values, specs, lengths_known)
-    marks = compiled(vmap(program.origins, (specs,), **options))
-    every = np.stack([np.asarray(x) for x in marks], 1)  # lane, output, entry
-    size = len(every)
     # What results are is seen in the program as it runs: with marks it is compiled otherwise.
     kinds = compiled(vmap(program.kinds, (specs,), **options))
     kinds = np.stack([np.asarray(x) for x in kinds], 1)
+    size = len(kinds)
+    if not kinds.any():
+        return NonFinite(np.zeros(0, int), [], size)
+    marks = compiled(vmap(program.origins, (specs,), **options))
+    every = np.stack([np.asarray(x) for x in marks], 1)  # lane, output, entry
     worst = kinds.argmax(1)
     first = every[np.arange(size), worst]
     first[:, KIND] = kinds[np.arange(size), worst]
@@ -240,12 +242,16 @@ def find(
     causes = np.stack([worst[made], *first[made][:, [PLACE, KIND, TURNED]].T], 1)
     firsts = made[np.sort(np.unique(causes, axis=0, return_index=True)[1])]
     shown = np.concatenate([firsts, np.setdiff1d(made, firsts)])[:_WITH_VALUES]
-    # Operands take a second run: to keep those of all equations would take far more memory.
-    for place in dict.fromkeys(first[shown, PLACE].tolist()):
-        of_place = vmap(program.operands(place), (0, specs), **options)
-        seen = compiled(functools.partial(of_place, first[:, FIRST_LOOP:]))
-        for lane in shown[first[shown, PLACE] == place].tolist():
-            operands[lane] = program.shown(place, [np.asarray(x)[lane] for x in seen])
+    # Operands take another run: to keep those of all equations would take far more memory.
+    places = list(dict.fromkeys(first[shown, PLACE].tolist()))
+    if places:
+        of_places = vmap(program.operands(places), (0, specs), **options)
+        seen = dict(
+            zip(places, compiled(functools.partial(of_places, first[:, FIRST_LOOP:])), strict=True)
+        )
+        for lane in shown.tolist():
+            place = int(first[lane, PLACE])
+            operands[lane] = program.shown(place, [np.asarray(x)[lane] for x in seen[place]])
     faults = [
         program.fault(lane, int(worst[lane]), first[lane], operands.get(lane))
         for lane in lanes.tolist()
@@ -255,7 +261,7 @@ def find(
 
 def _compiled(
     values: Values, specs: Sequence[Any], lengths_known: bool, run: Callable[..., Any]
-) -> list[Value]:
+) -> list[Any]:
     """Compiles and runs a function of the leaves."""
     # It sees values that are not arrays as they are; lengths of rows, too, where they are known.
     is_rows = lambda x: isinstance(x, Ragged)
@@ -353,13 +359,13 @@ class _Marking(Program):
         outs = map(jnp.asarray, jax.tree.leaves(without_objects(self._fun(*args, **kwargs))))
         return [jnp.int32(0), *(kind_of(x) for x in outs if jnp.issubdtype(x.dtype, jnp.inexact))]
 
-    def operands(self, place: int) -> Callable[..., list[Value]]:
-        """Returns a function from iterations, and the leaves, to what an equation got in these."""
+    def operands(self, places: Sequence[int]) -> Callable[..., list[Values]]:
+        """Returns a function from iterations, and the leaves, to what equations got in these."""
+        blanks = [blank_view(self.places.place(place).eqn) for place in places]
 
-        blank = blank_view(self.places.place(place).eqn)
-
-        def seen(iterations: Value, values: Values) -> list[Value]:
-            return self._evaluated(values, Places(), Watch(place, iterations), blank)[0].seen
+        def seen(iterations: Value, values: Values) -> list[Values]:
+            watches = [Watch(place, iterations) for place in places]
+            return self._evaluated(values, Places(), watches, blanks)[0].seen
 
         return seen
 
@@ -367,8 +373,8 @@ class _Marking(Program):
         self,
         values: Values,
         places: Places,
-        watch: Watch | None = None,
-        blank: Sequence[Any] = (),
+        watches: Sequence[Watch] = (),
+        blanks: Sequence[Sequence[Any]] = (),
     ) -> tuple[Evaluator, list[Marked], list[str]]:
         flat, structure = jax.tree_util.tree_flatten_with_path(list(values))
         arrays = {i: x for i, (_, x) in enumerate(flat) if isinstance(x, Tracer) or _has_floats(x)}
@@ -380,7 +386,7 @@ class _Marking(Program):
             return without_objects(self._fun(*args, **kwargs))
 
         program, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays.values())
-        evaluator = Evaluator(places, loop_depth(program.jaxpr), watch, blank)
+        evaluator = Evaluator(places, loop_depth(program.jaxpr), watches, blanks)
         self.inputs = [
             self._paths[int(keys[0].idx)] + jax.tree_util.keystr(keys[1:])
             for i, (keys, _) in enumerate(flat)
@@ -437,7 +443,7 @@ def find_whole(
         first.pop(None, None)
     lanes = sorted(lane for lane in first if lane is not None)
     ordered = [(lane, *first[lane]) for lane in lanes or first]
-    operands = {lane: program.operands(row, lane) for lane, row in causes_shown(ordered)}
+    operands = program.operands(causes_shown(ordered))
     described = program.described()
     faults = [described.fault(lane, i + 1, row, operands.get(lane)) for lane, i, row in ordered]
     return NonFinite(np.array(lanes, int), faults, program.lanes.size, whole=True)
@@ -472,14 +478,14 @@ class _Batched:
         return axes[0] if len(axes) == 1 else None
 
     def _evaluated(
-        self, arrays: Values, watch: Watch | None = None, seen: Sequence[Any] = ()
+        self, arrays: Values, watches: Sequence[Watch] = (), blanks: Sequence[Sequence[Any]] = ()
     ) -> tuple[Evaluator, list[Marked]]:
-        places = self.places if watch is None else Places()
-        evaluator = Evaluator(places, self._depth, watch, seen, lanes=self.lanes)
+        places = Places() if watches else self.places
+        evaluator = Evaluator(places, self._depth, watches, blanks, lanes=self.lanes)
         inner = self._jaxpr.jaxpr
 
         def given(k: int, v: Any, x: Value) -> Marked:
-            if watch is not None or not may_be_bad(x):
+            if watches or not may_be_bad(x):
                 return Marked(x)
             number = -1 - k
             axis = self._positions[v][1] if v in self._positions else self._axis_of(None, v.aval)
@@ -493,7 +499,7 @@ class _Batched:
         inputs = [given(k, v, x) for k, (v, x) in enumerate(zip(inner.invars, arrays, strict=True))]
         outs = evaluator.run(inner, consts, inputs)
         closed_over = -len(arrays) - 1
-        if watch is None:
+        if not watches:
             outs = [o if o.link else evaluator.input(o.value, closed_over) for o in outs]
         return evaluator, outs
 
@@ -506,16 +512,20 @@ class _Batched:
 
         return jax.jit(run)(*self._staged.arrays)
 
-    def operands(self, row: np.ndarray, lane: int | None) -> list[str]:
-        """Returns what an equation got in a lane, or in all together, for people."""
-        place = int(row[PLACE])
-        eqn = self.places.place(place).eqn
-        axes = [None if lane is None else self._axis_of(eqn, v.aval) for v in eqn.invars]
-        watch = Watch(place, row[FIRST_LOOP:], lane, axes)
-        blank = blank_view(eqn, watch)
-        seen = jax.jit(lambda *arrays: self._evaluated(arrays, watch, blank)[0].seen)
-        views = list(map(np.asarray, seen(*self._staged.arrays)))
-        return self.described().shown(place, views, watch)
+    def operands(self, rows: Sequence[tuple[Any, np.ndarray]]) -> dict[Any, list[str]]:
+        """Returns what equations got in lanes, or in all together, for people."""
+        watches, blanks = [], []
+        for lane, row in rows:
+            eqn = self.places.place(int(row[PLACE])).eqn
+            axes = [None if lane is None else self._axis_of(eqn, v.aval) for v in eqn.invars]
+            watches.append(Watch(int(row[PLACE]), row[FIRST_LOOP:], lane, axes))
+            blanks.append(blank_view(eqn, watches[-1]))
+        if not rows:
+            return {}
+        seen = jax.jit(lambda *arrays: self._evaluated(arrays, watches, blanks)[0].seen)
+        views = jax.tree.map(np.asarray, seen(*self._staged.arrays))
+        shown = self.described().shown
+        return {w.lane: shown(w.place, x, w) for w, x in zip(watches, views, strict=True)}
 
     def described(self) -> Program:
         return Program(self.places, self._staged.paths, self._staged.results)

@@ -149,30 +149,44 @@ def _found(
     worsts: list[list[Any]],
     origins: list[Any],
 ) -> Value:
-    """Returns the origins of the requested links."""
+    """Returns the origins of the requested links.
+
+    It is in each step of a loop, so few operations are made, whatever the number of links.
+    """
     made, roots, joints, links_left = every
     kinds = [_kinds(jnp.stack(alike)) for alike in worsts]
+    if len(made) == len(at) and not any(x.parents for x in made):  # arguments
+        kind = jnp.concatenate(kinds)[np.array([at[x] for x in links_left]), None]
+        rows = jnp.where(np.arange(FIRST_LOOP + depth) == KIND, kind, _rows(links_left, depth))
+        return jnp.where(kind > 0, rows, 0)
     kinds += [jnp.stack([origin[KIND] for origin in origins])] if origins else []
     kind = jnp.concatenate(kinds)
     for x in joints:  # in order: a joint of joints comes after these
         parents = np.array([at[p] for p in x.parents])
-        kind = jnp.append(kind, kind[parents].max())
-    blamed, has_parent = _blamed([*made, *roots, *joints], at, kind)
-    numbers = jnp.asarray([x.number for x in at], np.int32)
-    turned = jnp.where(has_parent & (kind == NAN) & (kind[blamed] < NAN), numbers, 0)
+        kind = jnp.append(kind, _taken(kind, parents).max())
+    state = _blamed([*made, *roots, *joints], at, kind)
     # Pointer jumping: each step doubles how far back a link points, so that logarithmically many
     # steps reach the first bad value.
-    for _ in range(max(lengths.values()).bit_length()):
-        turned = jnp.where(turned > 0, turned, turned[blamed])
-        blamed = blamed[blamed]
-    own = [_row(x, depth) for x in made] + origins
-    own += [nowhere(depth)] * len(joints)
+    for _ in range(max(max(lengths.values()) - 2, 0).bit_length()):
+        further = _taken(state, state[:, 0])
+        state = jnp.where((np.arange(2) > 0) & (state[:, 1:] > 0), state, further)
+    others = [*origins, *[nowhere(depth)] * len(joints)]
+    own = jnp.concatenate([_rows(made, depth), *(x[None] for x in others)])
     places = np.array([at[x] for x in links_left])
-    kind, turned = kind[places], turned[places]
-    rows = jnp.stack(own)[blamed[places]]
-    rows = rows.at[:, KIND].set(kind)
-    rows = rows.at[:, TURNED].set(jnp.where(turned > 0, turned, rows[:, TURNED]))
-    return jnp.where(kind[:, None] > 0, rows, 0)
+    state, kind = _taken(state, places), _taken(kind, places)[:, None]
+    rows, turned = _taken(own, state[:, 0]), state[:, 1:]
+    column = np.arange(FIRST_LOOP + depth)
+    rows = jnp.where((column == TURNED) & (turned > 0), turned, rows)
+    rows = jnp.where(column == KIND, kind, rows)
+    return jnp.where(kind > 0, rows, 0)
+
+
+def _taken(x: Value, places: Value) -> Any:
+    """Returns entries of `x`, of which it is known that there are such."""
+    window = (1, *x.shape[1:])
+    dims = lax.GatherDimensionNumbers(tuple(range(1, x.ndim)), (0,), (0,))
+    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return lax.gather(x, places[:, None], dims, window, mode=mode)
 
 
 def _on_the_way(links: Iterable[Link]) -> list[Link]:
@@ -200,22 +214,26 @@ def _lengths(order: Iterable[Link]) -> dict[Link, int]:
     return lengths
 
 
-def _blamed(order: Sequence[Link], at: dict[Link, int], kind: Value) -> tuple[Any, Any]:
-    """Returns the first of the worst parents of each link, or itself; and whether a parent is to
-    blame.
+def _blamed(order: Sequence[Link], at: dict[Link, int], kind: Value) -> Value:
+    """Returns for each link the first of its worst parents, or itself; and its number if that turns
+    an infinity to a NaN, else 0.
     """
     parents = [() if x.origin is not None else x.parents for x in order]
-    width = max(1, *map(len, parents))
-    nobody = len(order)  # whose kind is finite
-    table = np.full((len(order), width), nobody)
+    width, count = max(1, *map(len, parents)), len(order)
+    nobody = np.arange(count)
+    table = np.repeat(nobody[:, None], width, 1).astype(np.int32)
+    is_parent = np.arange(width) < np.array([len(of) for of in parents])[:, None]
     for k, of in enumerate(parents):
         table[k, : len(of)] = [at[p] for p in of]
-    kinds = jnp.append(kind, FINITE)[table]
-    first = jnp.argmax(kinds, axis=1)[:, None]
-    of_worst = jnp.take_along_axis(kinds, first, axis=1)[:, 0]
-    chosen = jnp.take_along_axis(jnp.asarray(table), first, axis=1)[:, 0]
+    # The worst, of these the first, and which it is, in one number.
+    kinds = jnp.where(is_parent, _taken(kind, table.reshape(-1)).reshape(table.shape), FINITE)
+    rank = (kinds * width + np.arange(width, dtype=np.int32)[::-1]) * np.int32(count) + table
+    best = rank.max(1)
+    of_worst, chosen = lax.div(best, np.int32(count * width)), lax.rem(best, np.int32(count))
     has_parent = of_worst > FINITE
-    return jnp.where(has_parent, chosen, np.arange(len(order))), has_parent
+    numbers = np.array([x.number for x in order], np.int32)
+    turned = jnp.where(has_parent & (kind == NAN) & (of_worst < NAN), numbers, 0)
+    return jnp.stack([jnp.where(has_parent, chosen, nobody.astype(np.int32)), turned], 1)
 
 
 def _kinds(worst: Value) -> Value:
@@ -225,13 +243,22 @@ def _kinds(worst: Value) -> Value:
     return kind.astype(np.int32)
 
 
-def _row(x: Link, depth: int) -> Value:
-    """Returns the origin of what was made at a link's place. Its kind is entered later."""
-    rest = [-1] * (depth - len(x.iterations))
-    entries = [0, x.number, 0, *x.iterations, *rest]
-    if not any(isinstance(entry, jax.Array) for entry in entries):
-        return np.array(entries, np.int32)
-    return jnp.stack([jnp.asarray(entry, np.int32) for entry in entries])
+def _rows(links: Sequence[Link], depth: int) -> Value:
+    """Returns the origins of what was made at the places of links. Kinds are entered later."""
+    rows: Any = np.full((len(links), FIRST_LOOP + depth), -1, np.int32)
+    rows[:, :FIRST_LOOP] = 0
+    rows[:, PLACE] = [x.number for x in links]
+    # Links of one step share the numbers of its iterations.
+    loops = {tuple(map(id, x.iterations)): x.iterations for x in links}
+    for key, iterations in loops.items():
+        if iterations:
+            own = np.array([tuple(map(id, x.iterations)) == key for x in links])
+            numbers = jnp.stack([jnp.asarray(i, np.int32) for i in iterations])
+            inside = np.arange(depth) < len(iterations)
+            numbers = jnp.pad(numbers, (FIRST_LOOP, depth - len(iterations)))
+            mask = own[:, None] & np.pad(inside, (FIRST_LOOP, 0))
+            rows = jnp.where(mask, numbers, rows)
+    return rows
 
 
 _SHOWN = 16  # elements of an operand that are shown one by one
@@ -317,14 +344,14 @@ class Evaluator:
         self,
         places: Places,
         depth: int,
-        watch: Watch | None = None,
-        seen: Sequence[Any] = (),
+        watches: Sequence[Watch] = (),
+        seen: Sequence[Sequence[Any]] = (),
         around: tuple[Any, ...] = (),
         lanes: Lanes | None = None,
     ) -> None:
         # `depth` is how deep loops are nested at most, `around` what the program is inside of,
-        # `seen` what was seen so far of the operands that `watch` wants.
-        self._places, self._depth, self._watch = places, depth, watch
+        # `seen` what was seen so far of the operands that each of `watches` wants.
+        self._places, self._depth, self._watches = places, depth, watches
         self._around, self._lanes = around, lanes
         self.seen = list(seen)
 
@@ -349,7 +376,7 @@ class Evaluator:
     def _link(self, x: Value, eqn: Eqn | None, number: int, *more: Any) -> Link:
         """Makes the link of a result of an equation, or of another value."""
         axis = None if self._lanes is None else self._lanes.axis_of(eqn, jax.typeof(x))
-        if axis is not None:
+        if axis is not None and number:  # 0 is no place, as that of a part of a value
             self._places.of_lanes.add(number)
         return link(x, number, *more, axis=axis, lanes=self._lanes)
 
@@ -362,10 +389,10 @@ class Evaluator:
         ]
 
     def _marks(self, x: Value) -> bool:
-        """Whether `x` may be bad, and origins are wanted: while an equation is watched they are
+        """Whether `x` may be bad, and origins are wanted: while equations are watched they are
         not.
         """
-        return self._watch is None and may_be_bad(x)
+        return not self._watches and may_be_bad(x)
 
     @property
     def nowhere(self) -> Value:
@@ -395,9 +422,9 @@ class Evaluator:
         self._see(number, iterations, values)
         return [self._result(x, eqn, number, operands, iterations) for x in outs]
 
-    def _inside(self, eqn: Eqn, seen: Sequence[Any]) -> Evaluator:
+    def _inside(self, eqn: Eqn, seen: Sequence[Sequence[Any]]) -> Evaluator:
         around = (*self._around, eqn)
-        return Evaluator(self._places, self._depth, self._watch, seen, around, self._lanes)
+        return Evaluator(self._places, self._depth, self._watches, seen, around, self._lanes)
 
     def _result(
         self,
@@ -416,17 +443,18 @@ class Evaluator:
         return Marked(x, self._link(x, eqn, number, iterations, parents))
 
     def _see(self, number: int, iterations: tuple[Any, ...], values: Values) -> None:
-        if self._watch is None or self._watch.place != number:
-            return
-        if self._watch.axes and len(self._watch.axes) != len(values):
-            return
-        views = list(map(_view, self._watch.in_lane(values)))
-        if [jax.typeof(x).shape for x in views] != [jax.typeof(x).shape for x in self.seen]:
-            return  # staged for something else, where equations have other numbers
-        now = jnp.asarray(True)
-        for k, index in enumerate(iterations):
-            now &= self._watch.iterations[k] == index
-        self.seen = [jnp.where(now, x, old) for x, old in zip(views, self.seen, strict=True)]
+        for k, watch in enumerate(self._watches):
+            if watch.place != number or (watch.axes and len(watch.axes) != len(values)):
+                continue
+            views = list(map(_view, watch.in_lane(values)))
+            if [jax.typeof(x).shape for x in views] != [x.shape for x in self.seen[k]]:
+                continue  # staged for something else, where equations have other numbers
+            now = jnp.asarray(True)
+            for i, index in enumerate(iterations):
+                now &= watch.iterations[i] == index
+            self.seen[k] = [
+                jnp.where(now, x, old) for x, old in zip(views, self.seen[k], strict=True)
+            ]
 
     def _counted_loop(
         self, eqn: Eqn, operands: list[Marked], iterations: tuple[Any, ...]
@@ -536,8 +564,13 @@ def _whole(x: Value, origin: Value | None) -> Marked:
 
 def _worst_of(origins: Value) -> Value:
     """Returns the first of the worst origins of the parts of a value."""
-    first = jnp.argmax(origins[..., KIND : KIND + 1], 0, keepdims=True)
-    return jnp.take_along_axis(origins, first, 0)[0]
+    kind = origins[..., KIND]
+    count = kind.shape[0]
+    last_first = np.arange(count, dtype=np.int32)[::-1].reshape(-1, *[1] * (kind.ndim - 1))
+    worst = (kind * np.int32(count) + last_first).max(0)
+    first = np.int32(count - 1) - lax.rem(worst, np.int32(count))
+    is_first = first == np.arange(count, dtype=np.int32).reshape(last_first.shape)
+    return jnp.where(is_first[..., None], origins, np.iinfo(np.int32).min).max(0)
 
 
 def may_be_bad(x: Value) -> bool:
@@ -546,6 +579,8 @@ def may_be_bad(x: Value) -> bool:
 
 def _is_as_bad(eqn: Eqn) -> bool:
     """Whether the result is as its operand, except in place and sign: then it needs no link."""
+    if not eqn.invars:  # as of `iota`
+        return False
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     if eqn.primitive.name == "broadcast_in_dim":
         return has_elements(after)
@@ -566,12 +601,14 @@ def operand_types(eqn: Eqn, watch: Watch | None = None) -> list[Aval]:
 
 def blank_view(eqn: Eqn, watch: Watch | None = None) -> list[Value]:
     """Returns what is seen of the operands of an equation before it is met."""
-    types = operand_types(eqn, watch)
-    return [jnp.zeros_like(_view(jnp.zeros((), t.dtype), t.shape)) for t in types]
+    view = lambda t: jax.eval_shape(lambda: _view(lax.empty((), t.dtype), t.shape))
+    return [np.zeros(x.shape, x.dtype) for x in map(view, operand_types(eqn, watch))]
 
 
 def _view(x: Value, shape: tuple[int, ...] | None = None) -> Value:
     """Returns a value of few elements; of others counts of NaN and infinity, and the range."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # a random key
+        return jnp.zeros(0)
     shape = jnp.shape(x) if shape is None else shape
     if all(isinstance(n, int) for n in shape) and np.prod(shape) <= _SHOWN:
         return jnp.broadcast_to(x, shape)
