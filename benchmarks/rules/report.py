@@ -76,11 +76,10 @@ tracing and lowering (`jax.jit(...).lower`), again each time, in CPU time of its
   rule is run on one lane where that shares expensive work, else as if each had its own argument;
 - *vmap of tangents*: in the direction of the argument of which each lane has its own.
 
-Gradients and tangents come with the value. Inside `vmap` a call is computed once for both. Outside
-of it, as in *gradient*, a call that is differentiated computes the function again from its
-arguments: of straight-line operations the compiler finds those that occur twice, and keeps one; a
-loop it keeps twice. In the gradient of a vmap there is no call any more, but what the rule has made
-of it.
+Gradients and tangents come with the value. A call that is differentiated computes the function
+again from its arguments: of straight-line operations the compiler finds those that occur twice, and
+keeps one; a loop it keeps twice. In the gradient of a vmap there is no call any more, but what the
+rule has made of it.
 
 Counts are of equations in the jaxpr and all programs inside it, with the rule first where they
 differ. *HLO* compares the optimised programs without names and source lines; where they differ,

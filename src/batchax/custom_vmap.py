@@ -45,9 +45,8 @@ class custom_vmap(Generic[P, R]):
     ``jit``, ``checkpoint``, and ``scan``. Under two vmaps, the rule handles the inner one, and the
     outer one batches the operations of the rule.
 
-    Inside `batchax.vmap`, a rule runs once for value and derivative. Where these are in two
-    programs (under ``jax.vmap``, in a loop), the derivative recomputes the function from its
-    arguments.
+    The derivative of a call recomputes the function, or the rule, from its arguments. XLA merges
+    equal operations; loops and host callbacks run twice.
 
     Values that are known in the call (Python numbers, strings, functions, NumPy arrays, and arrays
     outside of transformations) reach the function and its rules unchanged. Function and rule may

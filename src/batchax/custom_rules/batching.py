@@ -26,22 +26,16 @@ from batchax.custom_rules.call import (
     DerivativeStep,
     Flags,
     MappedStep,
-    Pullbacks,
-    SavedValues,
     after,
     custom_call_p,
     effects_had,
     jvp,
-    later_calls,
     merged,
     per_example,
     positions,
     result_types,
-    spread,
     to_front,
     transpose,
-    with_pullback,
-    with_pullback_of_one,
     without_primals,
 )
 from batchax.custom_rules.rule import UserRule
@@ -49,7 +43,6 @@ from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, RuleOutputs
 from batchax.kernel.inner import batch_function, stage_function
-from batchax.kernel.interpreter import Place
 from batchax.kernel.own_primitive import Flat, own_primitive
 
 # Of the cost of the other way, and a launch less: a smaller gain is within the error of the price.
@@ -106,9 +99,6 @@ def one_lane(
     return lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
 
 
-"""A run through a program, and the equation of it that is batched."""
-
-
 def _batched(
     axis: Axis,
     args: Values,
@@ -118,7 +108,6 @@ def _batched(
     jaxpr: ClosedJaxpr,
     steps: tuple[DerivativeStep, ...],
     rule: UserRule,
-    place: Place | None = None,
 ) -> RuleOutputs:
     flags = [a is not None for a in axes]
     named = axis.name is not None and axis.name in _compat.named_axes(jaxpr.effects)
@@ -133,7 +122,7 @@ def _batched(
     ruled = rule.rule is not None or rule.for_rows is None
     if ruled and any(values[count:]) and not any(needed[:count]):
         recording.note(service="user", rule=rule.shown)
-        return _by_rule(axis, rule, jaxpr, steps, args, axes, place)
+        return _by_rule(axis, rule, jaxpr, steps, args, axes)
     if steps and not any(values) and not named:
         # Many directions of derivatives, of a function that is called for one example still.
         directions = MappedStep(replace(axis, name=None), tuple(flags))
@@ -155,55 +144,19 @@ def _by_rule(
     steps: tuple[DerivativeStep, ...],
     args: Values,
     axes: Positions,
-    place: Place | None,
 ) -> RuleOutputs:
-    """Applies derivative `steps` to what the rule computes, and saves what a later call needs."""
-    kept = {} if place is None else place[0].kept
-    if place is not None and id(place[1]) in kept:
-        # An earlier call has computed this one's results.
-        return kept.pop(id(place[1]))(args, axes)
-    later = None if place is None else later_calls(*place)
-    flags = targets = [a is not None for a in axes]
-    # Cotangents by lane need operands by lane.
-    if isinstance(later, Pullbacks):
-        targets = [f or i in later.moving for i, f in enumerate(flags)]
-        if any(_before(steps, targets, "flags_before")[: len(rule.closed)]):
-            later, targets = None, flags
-        else:
-            steps = without_primals(steps)
-    # With these steps, the rule runs after its function has run.
-    again = without_primals(steps)
-    if isinstance(later, SavedValues):
-        again = steps[:-1]
-        steps = (*again, replace(steps[-1], values=True))
+    """Applies derivative `steps` to what the rule computes."""
+    flags = [a is not None for a in axes]
     values = _before(steps, flags, "values_before")
-    needed = _before(steps, targets, "flags_before")
-    pullback = None
-    with effects_had(bool(again)):
+    needed = _before(steps, flags, "flags_before")
+    # With these steps, the rule runs after its function has run.
+    with effects_had(bool(without_primals(steps))):
         alone = one_lane(axis, rule, jaxpr, values, needed)
         if alone is not None:
-            function = after(steps, alone)
             with of_one_lane():
-                if isinstance(later, Pullbacks):
-                    result, pullback = with_pullback_of_one(axis, function, args, axes, later)
-                else:
-                    result = batch_function(axis, function, args, axes)
-        else:
-            function = _derivatives(axis, rule, steps, targets)
-            front = map(functools.partial(to_front, axis), args, axes)
-            front = list(map(functools.partial(spread, axis), front, flags, targets))
-            if isinstance(later, Pullbacks):
-                result, pullback = with_pullback(axis, function, front, later)
-            else:
-                result = positions(*function(*front))
-    if isinstance(later, Pullbacks):
-        assert pullback is not None
-        kept.update((id(eqn), functools.partial(pullback, d)) for eqn, d in later.calls)
-    if isinstance(later, SavedValues):
-        (outs, out_axes), first = result, later.first
-        kept[id(later.eqn)] = lambda *_: (outs[first:], out_axes[first:])
-        return outs[:first], out_axes[:first]
-    return result
+                return batch_function(axis, after(steps, alone), args, axes)
+        function = _derivatives(axis, rule, steps, flags)
+        return positions(*function(*map(functools.partial(to_front, axis), args, axes)))
 
 
 def _derivatives(
@@ -236,5 +189,4 @@ own_primitive(
     rule=_batched,
     jvp=jvp,
     transpose=transpose,
-    looks_ahead=True,
 )

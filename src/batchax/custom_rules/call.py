@@ -4,40 +4,33 @@ The call holds the jaxpr of the function for one example, and the rule. Derivati
 calls again: of the same jaxpr and rule, with one more derivative to take. So the rule is available
 whenever a batch axis is added, however often the call has been differentiated before: the function
 is batched by the rule first, and the derivatives are then taken of the result. Residuals of reverse
-mode are recomputed from its operands, unless both calls are in one jaxpr: then the first of them
-runs the rule for both, and saves the residuals for the second.
+mode are recomputed from its operands.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import Tracer, eval_jaxpr
-from jax.extend.core import Literal, Var
 from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.evaluate import Rewriter, plan
-from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
-from batchax.kernel.axis import Axis, Position, Positions, RuleOutputs, axis_to_front, match_axis
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
+from batchax.kernel.axis import Axis, Position, RuleOutputs, axis_to_front, match_axis
 from batchax.kernel.inner import (
     batch_function,
     batched_aval,
     captured_tracers,
-    example_aval,
-    stage_described,
 )
-from batchax.kernel.interpreter import ProgramRun, interpret
 from batchax.kernel.own_primitive import Flat, declare, pullback_of, tangents_of, transposed
 from batchax.kernel.reverse_rules import staged_with_reverse_rules, with_reverse_rules
 from batchax.rules.custom_derivatives import reached
@@ -54,26 +47,23 @@ BatchedFlat = Callable[..., tuple[list[Any], Flags]]
 class Tangents:
     """Describes a differentiation step: to tangents of the results `of`.
 
-    Operands are those before it, then tangents of the `moving` ones. With `values`, all results of
-    the function before follow the tangents.
+    Operands are those before it, then tangents of the `moving` ones.
     """
 
     moving: tuple[int, ...]
     of: tuple[int, ...]
-    values: bool = False
 
     def function(self, before: Flat) -> Flat:
         def run(*xs: Value) -> list[Any]:
             primals, tangents = xs[: -len(self.moving)], xs[-len(self.moving) :]
             # What a rule calls may have reverse mode alone, and its tangents are transposed later.
             reversible = staged_with_reverse_rules(before)
-            outs, dots = tangents_of(reversible, primals, self.moving, tangents, self.of)
-            return [*dots, *outs] if self.values else dots
+            return tangents_of(reversible, primals, self.moving, tangents, self.of)[1]
 
         return run
 
     def types(self, before: Sequence[Any]) -> list[Any]:
-        return [*(before[k].to_tangent_aval() for k in self.of), *(before if self.values else ())]
+        return [before[k].to_tangent_aval() for k in self.of]
 
     def values_before(self, flags: Flags) -> list[bool]:
         return list(flags[: -len(self.moving)])
@@ -95,7 +85,7 @@ class Tangents:
             outs, out_flags = _compat.described(
                 before, lambda arrays: self.function(arrays)(*given)
             )
-            return outs, [*(out_flags[k] for k in self.of), *(out_flags if self.values else ())]
+            return outs, [out_flags[k] for k in self.of]
 
         return run
 
@@ -253,11 +243,14 @@ class Pullback:
         targets = self.flags_before(flags)
 
         def run(*xs: Value) -> tuple[list[Any], Flags]:
-            n = len(targets)
-            primals = map(functools.partial(spread, axis), xs[:n], flags[:n], targets)
-            later = Pullbacks(self.tangents.moving, self.of)
-            _, pull = with_pullback(axis, before, list(primals), later)
-            outs, _ = pull((), xs[n:], [0 if f else None for f in flags[n:]])
+            n, to = len(targets), functools.partial(spread, axis)
+            primals = list(map(to, xs[:n], flags[:n], targets))
+            (_, pull), out_flags = _compat.described(
+                before,
+                lambda arrays: pullback_of(arrays, primals, self.tangents.moving, self.of),
+            )
+            cotangents = map(to, xs[n:], flags[n:], [out_flags[k] for k in self.of])
+            outs = list(pull(list(cotangents)))
             return outs, [True] * len(outs)
 
         return run
@@ -382,7 +375,6 @@ def jvp(
         _reject_effects(jaxpr, of)
         call = dict(jaxpr=jaxpr, rule=rule)
         first = len(primals) - _count_linear(steps)
-        # Before the results: a program that is batched has them of this call, too.
         if not of:
             found_dots = []
         elif all(i >= first for i in moving):  # what is linear is its own derivative
@@ -466,134 +458,9 @@ def transpose(
     return results
 
 
-@dataclass(frozen=True)
-class SavedValues:
-    """Describes the call `eqn`; a call before it computes `first` tangents of its results."""
-
-    eqn: Eqn
-    first: int
-
-
-@dataclass(frozen=True)
-class Pullbacks:
-    """Describes calls that pull cotangents back through an earlier call."""
-
-    moving: tuple[int, ...]  # operands of that call whose cotangents they compute
-    of: tuple[int, ...]  # its results, of which their last operands are cotangents
-    # each with its steps to many cotangents at once
-    calls: list[tuple[Any, Sequence[MappedStep]]] = field(default_factory=list)
-
-
 def without_primals(steps: tuple[DerivativeStep, ...]) -> tuple[DerivativeStep, ...]:
     """Drops a last step to primals, which has the results of the function before it."""
     return steps[:-1] if steps and isinstance(steps[-1], Primals) else steps
-
-
-def later_calls(run: ProgramRun, eqn: Eqn) -> SavedValues | Pullbacks | None:
-    """Finds a later call in this run that `eqn` can save values for."""
-    if custom_call_p not in run.found:
-        run.found[custom_call_p] = _pairs(run.jaxpr)
-    return run.found[custom_call_p].get(id(eqn))
-
-
-def _pairs(jaxpr: Jaxpr) -> dict[int, SavedValues | Pullbacks]:
-    """Pairs calls with later calls that they can save values for, by equation id."""
-    pairs: dict[int, SavedValues | Pullbacks] = {}
-    calls: dict[Any, Any] = {}  # by rule, steps and operands
-    tangents: dict[Any, Any] = {}  # by those of what they are the tangents of
-    for eqn in (step.eqn for step in plan(jaxpr.eqns, jaxpr.outvars)):
-        if eqn.primitive is not custom_call_p:
-            continue
-        rule, operands = id(eqn.params["rule"]), tuple(map(_identity, eqn.invars))
-        steps: Any = without_primals(eqn.params["steps"])
-        # Calls match if rule, steps, and operands do.
-        key = (rule, steps, operands)
-        if key in tangents:
-            pairs.setdefault(id(tangents[key]), SavedValues(eqn, len(tangents[key].outvars)))
-        calls.setdefault(key, eqn)
-        once = tuple(itertools.takewhile(lambda s: not isinstance(s, MappedStep), steps))
-        match once:
-            case [*before, Tangents(moving)] if once == steps:
-                tangents.setdefault((rule, tuple(before), operands[: -len(moving)]), eqn)
-            case [*before, Tangents(moving, results), Cotangents(_, _, of, True)]:
-                first = len(operands) - len(of)
-                pulled = calls.get((rule, tuple(before), operands[:first]))
-                directions = steps[len(once) :]
-                if pulled is None or _vary(directions, first):
-                    continue
-                back = Pullbacks(moving, tuple(results[j] for j in of))
-                pair = pairs.setdefault(id(pulled), back)
-                if isinstance(pair, Pullbacks) and pair.moving == moving and pair.of == back.of:
-                    own = [MappedStep(d.axis, d.mapped[first:]) for d in directions]
-                    pair.calls.append((eqn, own))
-    return pairs
-
-
-def _vary(directions: Sequence[Any], first: int) -> bool:
-    """Returns whether the `first` operands also differ between directions."""
-    return any(not isinstance(d, MappedStep) or any(d.mapped[:first]) for d in directions)
-
-
-def _identity(v: Var | Literal) -> Hashable:
-    return (v.aval, np.asarray(v.val).tobytes()) if isinstance(v, Literal) else v
-
-
-def with_pullback(
-    axis: Axis, function: BatchedFlat, args: Values, later: Pullbacks
-) -> tuple[RuleOutputs, Callable[..., RuleOutputs]]:
-    """Evaluates a function of batches, and returns the pullback that `later` calls use."""
-    (outs, pull), out_flags = _compat.described(
-        function, lambda arrays: pullback_of(arrays, args, later.moving, later.of)
-    )
-
-    def pullback(
-        directions: Sequence[MappedStep], operands: Values, axes: Positions
-    ) -> RuleOutputs:
-        count = len(later.of)
-        flags = [a is not None for a in axes[-count:]]
-
-        def reverse(*cotangents: Values) -> tuple[list[Any], Flags]:
-            targets = [out_flags[k] for k in later.of]
-            placed = map(functools.partial(spread, axis), cotangents, flags, targets)
-            return list(pull(list(placed))), [True] * len(later.moving)
-
-        in_front = map(functools.partial(to_front, axis), operands[-count:], axes[-count:])
-        step = lambda before, step: step.batched(axis, before, flags)
-        return positions(*functools.reduce(step, directions, reverse)(*in_front))
-
-    return positions(outs, out_flags), pullback
-
-
-def with_pullback_of_one(
-    axis: Axis, function: Flat, args: Values, axes: Positions, later: Pullbacks
-) -> tuple[RuleOutputs, Callable[..., RuleOutputs]]:
-    """Does so for a function of one example, which is batched operation by operation."""
-
-    def forward(*xs: Value) -> tuple[list[Any], Any]:
-        outs, pull = pullback_of(function, xs, later.moving, later.of)
-        # Residuals become outputs of the program, and are batched with it.
-        kept, structure = jax.tree.flatten(pull)
-        return [*outs, *kept], structure
-
-    types = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
-    staged, structure = stage_described(axis, forward, types)
-    outs, out_axes = interpret(axis, staged.jaxpr, staged.consts, args, axes)
-    count = structure.num_leaves
-    first = len(outs) - count
-    same = [False] * count  # is what is kept, in all directions
-
-    def reverse(*xs: Value) -> list[Any]:
-        return list(jax.tree.unflatten(structure, xs[:count])(list(xs[count:])))
-
-    def pullback(
-        directions: Sequence[MappedStep], operands: Values, axes: Positions
-    ) -> RuleOutputs:
-        steps = [MappedStep(d.axis, (*same, *d.mapped)) for d in directions]
-        given = [*outs[first:], *operands[-len(later.of) :]]
-        places = [*out_axes[first:], *axes[-len(later.of) :]]
-        return batch_function(axis, after(steps, reverse), given, places)
-
-    return (outs[:first], out_axes[:first]), pullback
 
 
 def to_front(axis: Axis, x: Value, position: Position) -> Value:

@@ -361,8 +361,6 @@ class ProgramRun:
     read: Sequence[bool] | None = None  # which results the caller reads; None for all
     # facts that rules derived from the jaxpr, by rule
     found: dict[Any, Any] = field(default_factory=dict)
-    # what a rule leaves for a later equation, by its `id`
-    kept: dict[int, Any] = field(default_factory=dict)
 
     def reads(self, eqn: Eqn) -> tuple[bool, ...]:
         if "read" not in self.found:

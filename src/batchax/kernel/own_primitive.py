@@ -356,7 +356,6 @@ def own_primitive(
     checked: Callable[..., Any] | None = None,
     effects: Callable[..., Iterable[Any]] | None = None,
     several: bool = True,
-    looks_ahead: bool = False,
 ) -> _compat.Primitive:
     """Defines a primitive of batchax.
 
@@ -384,7 +383,6 @@ def own_primitive(
         `programs`, and else nowhere: operations may make a NaN that no result has.
       effects: its effects, from its parameters; those of its programs if not given.
       several: whether it has a list of results, and not one.
-      looks_ahead: whether `rule` is given its place in a program; see `Registered`.
 
     Returns:
       The primitive.
@@ -411,7 +409,7 @@ def own_primitive(
     if programs or checked:
         report_errors(primitive, programs, checked or operations)
     enter(f"{facts}: {primitive.name}")
-    serve_own(primitive, rule, may_name_axis=bool(programs), looks_ahead=looks_ahead)
+    serve_own(primitive, rule, may_name_axis=bool(programs))
     if isinstance(jvp, Of):
         jvp = jvp_of(jvp.operations or operations, primitive)
     ad.primitive_jvps[primitive] = jvp

@@ -441,9 +441,7 @@ def register_looking(primitive: _compat.Primitive | str) -> Callable[[Rule], Rul
     return decorate
 
 
-def serve_own(
-    primitive: _compat.Primitive, rule: Rule, may_name_axis: bool, looks_ahead: bool
-) -> None:
+def serve_own(primitive: _compat.Primitive, rule: Rule, may_name_axis: bool) -> None:
     """Registers the rule of a primitive of batchax here and in ``jax.vmap``.
 
     `may_name_axis`: the rule also runs without batched operands, as it may contain a collective.
@@ -451,8 +449,7 @@ def serve_own(
     _serve_jax(primitive, replace=True, may_name_axis=may_name_axis)
     register_rule(primitive)(rule)
     with _lock:
-        entry = replace(_rules[primitive], origin=rule.__module__, looks_ahead=looks_ahead)
-        _rules[primitive] = entry
+        _rules[primitive] = replace(_rules[primitive], origin=rule.__module__)
 
 
 def _serve_jax(primitive: _compat.Primitive, replace: bool, may_name_axis: bool = False) -> None:
