@@ -1,6 +1,7 @@
 """Sums over lanes as contractions, against the loop over examples."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,18 @@ def clipped(g):
 
 def gradient(a, b):
     return jax.jit(jax.grad(lambda w: jnp.sum(jnp.tanh(a @ w) * b)))(jnp.full((5, 4), 0.3))
+
+
+def convolved(x, kernel):
+    """A 3x3 kernel slid over an image of one channel, to two."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x[None, ..., None], kernel, (1, 1), "SAME", None, None, numbers)
+
+
+def of_kernel(x, by=1.0):
+    """The gradient of a kernel, which is more numbers as a product of matrices."""
+    kernel = jnp.full((3, 3, 1, 2), 0.2, x.dtype)
+    return jax.grad(lambda k: jnp.sum(jnp.sin(convolved(x, k)) * by))(kernel)
 
 
 def optax_clipped(g):
@@ -102,6 +115,13 @@ CASES = {
     ).reshape(4, 5),
     "sums of sums": lambda a, b, m, s, t: functools.reduce(
         lambda x, _: twice(x), range(6), m @ m.T
+    ),
+    "of a kernel": lambda a, b, m, s, t: of_kernel(m, b[0]),
+    "of a kernel, clipped": lambda a, b, m, s, t: clipped(of_kernel(m)),
+    "of a kernel, twice": lambda a, b, m, s, t: [of_kernel(m), 2 * of_kernel(m)],
+    "convolved": lambda a, b, m, s, t: convolved(m, jnp.ones((3, 3, 1, 2), m.dtype)),
+    "by kernels of lanes": lambda a, b, m, s, t: convolved(
+        jnp.ones((5, 4), m.dtype), m[:3, :3, None, None]
     ),
     "a number": lambda a, b, m, s, t: a @ a,
     "nothing": lambda a, b, m, s, t: jnp.outer(a[:0], b),
@@ -193,6 +213,7 @@ def test_derivatives():
         "several terms",
         "by element",
         "scaled",
+        "of a kernel",
     ]
     some = lambda *xs: {name: CASES[name](*xs) for name in names}
     value = lambda batched, xs: sum(jnp.sum(jnp.cos(x)) for x in jax.tree.leaves(batched(*xs)))
@@ -243,6 +264,46 @@ def test_no_lane_has_an_array_of_its_own(clip):
     theirs = compiled_bytes(lambda a, b: jax.vmap(f)(a, b).sum(0), a, b)
     for options in ({}, dict(batch_size=24)):
         assert compiled_bytes(bx.vmap(f, out_axes=TOTAL, **options), a, b) < theirs / 10
+
+
+def test_no_lane_has_a_kernel_of_its_own():
+    x = example((64, 9, 9))
+    text = jax.jit(bx.vmap(of_kernel, out_axes=TOTAL)).lower(x).compile().as_text()
+    assert not re.findall(r"f32\[(?:64,3,3|576,)", text)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_rows_are_added_up_likewise(double):
+    """Of a matrix over rows, and of a kernel over images: of no row there is one of its own."""
+    with jax.enable_x64(double):
+        dtype = jnp.zeros(()).dtype
+        lengths, heights = np.array([3, 0, 5, 1, 4]), np.array([4, 2, 3, 5, 1])
+        x = example((int(lengths.sum()) + 2, 5), dtype)
+        images = example((int((heights * lengths).sum()) + 3,), dtype, seed=1)
+        w, others = example((5, 4), dtype, seed=2), example((5, 6), dtype, seed=3)
+
+        def f(row, image, own):
+            weight = jax.grad(lambda w: jnp.sum(jnp.tanh(row @ w)))(w)
+            return weight, of_kernel(image.astype(jnp.float32)), own, own.sum() * weight[0]
+
+        def run(x, images, lengths, heights):
+            rows = bx.Ragged(x, lengths, 6)
+            ragged = bx.Ragged(images, (heights, lengths), (5, 6), axis=(0, 1))
+            return bx.vmap(f, (0, bx.ragged("h", "n"), 0), out_axes=TOTAL)(rows, ragged, others)
+
+        compiled = jax.jit(run).lower(x, images, lengths, heights).compile()
+        got = compiled(x, images, lengths, heights)
+        ends, last = np.cumsum(lengths), np.cumsum(heights * lengths)
+        want = [
+            f(x[e - n : e], images[i - h * n : i].reshape(h, n), own)
+            for e, n, i, h, own in zip(ends, lengths, last, heights, others, strict=True)
+        ]
+        same(got, jax.tree.map(lambda *xs: sum(xs), *want), dict(rtol=1e-4, atol=1e-5))
+        assert not re.findall(r"f(?:32|64)\[(?:5,5,4|5,3,3)", compiled.as_text())
+        same(run(x, images, lengths, heights), got)
+        scaled = jax.jit(jax.vmap(lambda s: run(s * x, images, lengths, heights)))
+        both = scaled(jnp.ones(2, dtype))
+        same(both, jax.tree.map(lambda y: jnp.stack([y, y]), got), dict(rtol=1e-4, atol=1e-5))
 
 
 def test_of_no_lanes_and_of_a_reduction_of_ones_own():

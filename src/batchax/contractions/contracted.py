@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Literal, Var
 from jax.extend.core.primitives import jit_p
@@ -20,7 +21,13 @@ from jax.extend.core.primitives import jit_p
 from batchax import _compat
 from batchax.analysis.cost import is_fused
 from batchax.cache import Cache
-from batchax.contractions.deferred import DeferredContraction, Term, described, is_deferred
+from batchax.contractions.deferred import (
+    Convolution,
+    DeferredContraction,
+    Term,
+    described,
+    is_deferred,
+)
 from batchax.contractions.inside import ENTERED, run_inside
 from batchax.contractions.operations import OF_ARRAYS, OPERATIONS, is_wider, terms_of
 from batchax.contractions.products import Operand, Product, Terms, arrays_of
@@ -166,6 +173,7 @@ class _Factoring:
         self._outputs, self._entered, self._held, self._apart = outputs, entered, held, apart
         self._summed: list[Values] = []
         self._matrices: dict[int, Value] = {}
+        self._convolutions: dict[int, tuple[Eqn, Values]] = {}  # by the ids of results
         self._shared: dict[int, Value] = {}  # what does not depend on the batch, by its id
 
     @property
@@ -174,7 +182,7 @@ class _Factoring:
 
     def run(self, staged: ClosedJaxpr, xs: Values) -> list[Any]:
         """Evaluates the program, and attaches factors to outputs."""
-        self._summed, self._matrices = [], {}
+        self._summed, self._matrices, self._convolutions = [], {}, {}
         given = zip(xs, self._positions, strict=True)
         self._shared = {id(x): x for x, a in given if a is None}
         outs = self._evaluated(staged, list(map(Operand, xs)))
@@ -214,6 +222,9 @@ class _Factoring:
         outs = bind_equation(eqn, values)
         if not uses_axis(self._axis, eqn) and all(map(self._is_shared, values)):
             self._shared |= {id(x): x for x in outs}
+        if _is_convolution(eqn) and id(eqn.outvars[0]) not in self._apart:
+            self._matrices[id(eqn.outvars[0])] = outs[0]
+            self._convolutions[id(outs[0])] = eqn, values
         reshaped = operands[0] if eqn.primitive.name == "reshape" else None
         root = _root(eqn, operands)
         return self._known(eqn, outs, terms_of(eqn, operands, outs), root, reshaped)
@@ -242,6 +253,11 @@ class _Factoring:
                 and set(first.labels) == first.in_factors
             )
             terms = terms if alone else Operand(x.value).products
+        if x.terms is None and id(x.value) in self._convolutions:
+            eqn, factors = self._convolutions[id(x.value)]
+            self._summed.append(factors)
+            convolution = Convolution(tuple(sorted(eqn.params.items())))
+            return outer_product_sum_p.bind(x.value, *factors, terms=convolution)
         if not all(is_deferred(t) or self._is_held(t) for t in terms):
             return x.value
         # The primitive returns `x`, so that without a sum over lanes nothing changes.
@@ -259,6 +275,17 @@ class _Factoring:
         whole = term.in_factors.issubset(term.labels)
         size = math.prod(n.size for n in term.in_factors)
         return len(arrays_of(term)) == 1 and whole and size <= self._held
+
+
+def _is_convolution(eqn: Eqn) -> bool:
+    """Returns whether it is a convolution without groups, of which lanes may be features."""
+    if eqn.primitive is not lax.conv_general_dilated_p:
+        return False
+    params, avals = eqn.params, [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    grouped = params["feature_group_count"] * params["batch_group_count"] != 1
+    # XLA for CPUs has a kernel for these numbers alone.
+    plain = all(aval.dtype == np.float32 for aval in avals) and params["out_sharding"] is None
+    return plain and not grouped and 0 not in (n for aval in avals for n in aval.shape)
 
 
 def _sum_of_squares(eqn: Eqn, operands: Sequence[Operand]) -> jax.Array | None:
@@ -304,7 +331,7 @@ def _unshaped(x: Operand) -> Operand:
 
 
 def _batched(
-    axis: Axis, args: Values, axes: Positions, /, *, terms: tuple[Term, ...]
+    axis: Axis, args: Values, axes: Positions, /, *, terms: tuple[Term, ...] | Convolution
 ) -> tuple[Any, Position]:
     return args[0], axes[0]
 

@@ -43,6 +43,22 @@ class Term(NamedTuple):
     exact: bool  # whether only lanes are summed over
 
 
+class Convolution(NamedTuple):
+    """Describes an output that is the convolution of the two factors."""
+
+    params: tuple[tuple[str, Any], ...]  # of the equation
+
+    def total(self, lhs: _Labelled, rhs: _Labelled) -> jax.Array:
+        """Computes the sum over lanes: these join the features over which it sums."""
+        params = dict(self.params)
+        lhs_spec, rhs_spec, _ = params["dimension_numbers"]
+        if lhs.has_lanes and rhs.has_lanes:
+            operands = [lhs.with_lanes_in(lhs_spec[1]), rhs.with_lanes_in(rhs_spec[1])]
+        else:
+            operands = [x.summed([_LANES] * x.has_lanes).value for x in (lhs, rhs)]
+        return lax.conv_general_dilated_p.bind(*_compat.varying_alike(operands), **params)
+
+
 def is_deferred(term: Product) -> bool:
     """Returns whether one matrix product or scatter sums lanes, without an array for each."""
     groups = arrays_of(term)
@@ -90,12 +106,18 @@ class DeferredContraction(NamedTuple):
 
     like: Any  # the type of the output of one example
     lanes: int
-    terms: tuple[Term, ...]
+    terms: tuple[Term, ...] | Convolution
     factors: Values  # arrays of all lanes
     positions: Positions  # their batch axes
 
     def total(self, real: Value | None = None) -> jax.Array:
         """Computes the sum over lanes; narrow floats are summed in float32. `real` masks lanes."""
+        if isinstance(self.terms, Convolution):
+            pairs = zip(self.factors, self.positions, strict=True)
+            own = (
+                _Labelled.of(x, tuple(range(jnp.ndim(x) - (a is not None))), a) for x, a in pairs
+            )
+            return self.terms.total(*(x.masked(real) for x in own))
         pieces: dict[_Place, Any] = {}
         for term in sorted(self.terms, key=lambda term: term.starts):
             total = self._added(term, real)
@@ -182,6 +204,15 @@ class _Labelled(NamedTuple):
             return self
         value = jnp.sum(self.value, [self.labels.index(n) for n in labels])
         return _Labelled(value, tuple(n for n in self.labels if n not in labels))
+
+    def with_lanes_in(self, dim: int) -> jax.Array:
+        """Returns the array with lanes as the slow part of a dimension of one example."""
+        labels = [*self.own[:dim], _LANES, *self.own[dim:]]
+        order = [self.labels.index(n) for n in labels]
+        shape = [self.value.shape[d] for d in order]
+        shape[dim : dim + 2] = [shape[dim] * shape[dim + 1]]
+        in_order = order == sorted(order)
+        return lax.reshape(self.value, shape, dimensions=None if in_order else order)
 
     def converted(self, dtype: np.dtype[Any]) -> _Labelled:
         return _Labelled(lax.convert_element_type(self.value, dtype), self.labels)

@@ -5,24 +5,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from itertools import repeat
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from batchax import _compat
 from batchax.cache import Cache
+from batchax.contractions.contracted import factored, run_adding
+from batchax.contractions.deferred import DeferredContraction
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Strategy
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import check_unbatched, place
+from batchax.frontend.reductions import Reduction
 from batchax.frontend.rows import Layout, RowOptions
 from batchax.jaxprs.evaluate import walk
 from batchax.jaxprs.types import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Position, Positions, axis_to_front
-from batchax.kernel.inner import batch_function
+from batchax.kernel.inner import MappedProgram, example_aval, stage_function
 from batchax.rows.call import RowCall, Shorter, SizesOf, as_ragged, capacity_of, with_room
 from batchax.rows.groups import of_one_row
 from batchax.rows.index import pack_rows, pad_rows
@@ -108,11 +113,13 @@ def run_regions(
     regions: Sequence[Region],
     arguments: Sequence[Packed],
     in_groups: RunPadded | None = None,
+    reductions: Mapping[int, Reduction] | None = None,
 ) -> list[Packed]:
     """The results of a program for all rows.
 
     Ragged ones are packed if they have the size of a row, others, such as ``n - 1``, padded.
     Padded rows run `in_groups`, each with the bound of its group; if None, all with one bound.
+    Results with one of `reductions`, by number, may be those, as a `_Total`.
     """
     values = _Values(rows, bounds)
     constants = {i: Packed(x, program.shapes[i]) for i, x in program.consts.items()}
@@ -127,7 +134,9 @@ def run_regions(
         if region.packed:
             _run_packed(values, region)
         else:
-            _run_padded(values, region, live, program, in_groups)
+            others = {v for r in regions if r is not region for step in r.steps for v in step.used}
+            own = {v: x for v, x in (reductions or {}).items() if v not in others}
+            _run_padded(values, region, live, program, in_groups, own)
         values.keep_only(live)
     results = []
     for v in program.outputs:
@@ -214,6 +223,7 @@ def _run_padded(
     live: set[int],
     program: RowProgram,
     in_groups: RunPadded | None,
+    reductions: Mapping[int, Reduction],
 ) -> None:
     """A region as a function of one padded row, batched as any function is."""
     made = {v for step in region.steps for v in step.outputs}
@@ -255,13 +265,46 @@ def _run_padded(
     arrays = [*map(jnp.asarray, every.values()), *(x.value for x in inputs.values())]
     arrays += [x for pair in among.values() for x in pair]
     padded_row = of_one_row(one_row, every, values.bounds)
-    outs, out_axes = batch_function(values.rows.axis, padded_row, arrays, axes)
+    row_axis, added = values.rows.axis, [v in reductions for v in results]
+    avals = [example_aval(row_axis, jax.typeof(x), a) for x, a in zip(arrays, axes, strict=True)]
+    staged = stage_function(row_axis, padded_row, avals)
+    if any(added):
+        staged = factored(row_axis, staged, axes, added, traced=True)
+    outs, out_axes = run_adding(MappedProgram(row_axis, staged, arrays, axes), added)
     for v, x, axis in zip(results, outs, out_axes, strict=True):
         shape = program.shapes[v]
+        if isinstance(x, DeferredContraction):
+            values.put(v, _Total(x.of_all(reductions[v]), shape), packed=False)
+            continue
         if has_symbols(shape):
             x, axis = axis_to_front(values.rows.axis, x, axis), 0
             values.left_padded.add(v)
         values.put(v, Packed(x, shape, axis), packed=False)
+
+
+@dataclass(frozen=True)
+class _Total(Packed):
+    """A result of which all rows are reduced, by what the user asks for."""
+
+
+class _Placed(NamedTuple):
+    """Holds the batch axes of results, and which are reduced already."""
+
+    positions: Positions
+    totals: Sequence[bool]
+
+
+def _reductions(call: RowCall, program: RowProgram) -> dict[int, Reduction]:
+    """The reductions that add up rows, by the numbers of the results that nothing else returns."""
+    each = zip(program.outputs, call.described, call.outputs.added or repeat(False), strict=False)
+    return {
+        v: output.spec.reduction
+        for v, output, added in each
+        if added
+        and isinstance(v, int)
+        and program.outputs.count(v) == 1
+        and not has_symbols(program.shapes[v])
+    }
 
 
 def _run_step(sizes: Sizes, step: RowStep, operands: Sequence[Row]) -> list[Row]:
@@ -293,7 +336,7 @@ class InRegions(Strategy):
     def cache(self) -> Cache | None:
         return kept_in_regions
 
-    def run(self, call: Call) -> tuple[list[Any], list[Position]]:
+    def run(self, call: Call) -> tuple[list[Any], _Placed]:
         assert isinstance(call, RowCall)
         index = {size.name: size.index.inside() for size in call.sizes}
         room = {
@@ -307,23 +350,31 @@ class InRegions(Strategy):
             name = "packed" if region.packed else called
             recording.fact("region", layout=name, steps=region.steps, rows=call.noted)
         arguments = [_held(rows, m, own) for m, own in call.arguments]
+        reductions = _reductions(call, program)
         with recording.run(call.staged.jaxpr):
-            outs = run_regions(rows, call.bounds, program, regions, arguments, in_groups)
+            outs = run_regions(
+                rows, call.bounds, program, regions, arguments, in_groups, reductions
+            )
         arrays = list(map(rows.cut, outs))
         for k, out in enumerate(outs):
             if out.axis is None and has_symbols(out.shape) and names_of(out.shape) is None:
                 own = Shorter.of(out.shape, call.sizes, call.arguments)
                 arrays[k] = shortened(out.value, own, program, k, [x.value for x in arguments])
-        return arrays, [out.axis for out in outs]
+        totals = [isinstance(out, _Total) for out in outs]
+        return arrays, _Placed([out.axis for out in outs], totals)
 
-    def check(self, call: Call, said: Positions) -> None:
-        check_unbatched(call.axis, call.described, said)
+    def check(self, call: Call, said: _Placed) -> None:
+        check_unbatched(call.axis, call.described, said.positions)
 
-    def finish(self, call: Call, arrays: list[Value], said: Positions) -> Outputs:
+    def finish(self, call: Call, arrays: list[Value], said: _Placed) -> Outputs:
         assert isinstance(call, RowCall)
         results = []
-        for x, shape, axis, output in zip(arrays, call.shapes, said, call.described, strict=True):
-            if not has_symbols(shape):
+        for x, shape, axis, total, output in zip(
+            arrays, call.shapes, *said, call.described, strict=True
+        ):
+            if total:
+                results.append(x)
+            elif not has_symbols(shape):
                 results.append(place(call.axis, output, jnp.asarray(x), axis))
             elif axis is not None:
                 results.append(as_ragged(x, shape, call.sizes, call.arguments))
