@@ -89,15 +89,6 @@ def test_a_while_whose_lanes_end_at_other_steps(way):
     assert steps.tolist() == [0, 2, 5, 41, 1, 43]
 
 
-def test_measured_explanations_say_that_steps_in_a_kernel_are_not_counted(way):
-    told = bx.explain(orbit, divergence=ALONE, measure=True)(STARTS, RATES)
-    scan, *inside = told.steps
-    assert (scan.way, scan.done) == (way, None)
-    assert all(count.done is None for count in inside)
-    assert "sequentially" in str(told)
-    assert "lanes run sequentially in a single kernel" in str(told)
-
-
 def _loops(slowest):
     """A loop of nine steps, each with a loop of five, or in lane 0 of `slowest` times as many."""
 

@@ -98,6 +98,11 @@ class Nest:
         return [part for part in self.parts if isinstance(part, Inner)]
 
     @property
+    def inside(self) -> list[ClosedJaxpr]:
+        """Their programs."""
+        return [loop.eqn.params[k] for loop in self.loops for k in ("cond_jaxpr", "body_jaxpr")]
+
+    @property
     def segments(self) -> list[Segment]:
         return [part for part in self.parts if isinstance(part, Segment)]
 

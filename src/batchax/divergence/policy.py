@@ -262,7 +262,7 @@ def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
     if few >= size:
         return Alone()
     few_left = few and few >= size // _FEW and not loop.bounded and _is_much(t, loop, step)
-    if few_left and not _fits_tiles(t, loop):  # in tiles lanes wait for few others
+    if few_left and not _fits_tiles(t, size, loop.jaxprs):  # in tiles lanes wait for few others
         return FewAlone(few, _PAUSE)
     if step.moving <= t.max_move_steps:
         width = _from_the_start(t, size, step, alike)
@@ -390,15 +390,14 @@ def _alone_as_fast(t: Thresholds, loop: Loop, step: Step) -> float:
 def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
     """How many adjacent lanes run as a single kernel, on one core; all if none do."""
     size = loop.lanes
-    if not _fits_tiles(t, loop) or step.work * size > t.max_work_on_a_core:
+    if not _fits_tiles(t, size, loop.jaxprs) or step.work * size > t.max_work_on_a_core:
         return size
     return min(_that_fill_a_core(t, largest(loop.jaxprs)), max(1, size // 2))
 
 
-def _fits_tiles(t: Thresholds, loop: Loop) -> bool:
+def _fits_tiles(t: Thresholds, lanes: int, programs: Sequence[ClosedJaxpr]) -> bool:
     """Whether lanes are enough for tiles, and a step of some a part of a single kernel."""
-    enough = loop.lanes >= t.kernel_lanes > 0
-    return enough and all(fits_lowered_kernel(p.jaxpr) for p in loop.jaxprs)
+    return lanes >= t.kernel_lanes > 0 and all(fits_lowered_kernel(p.jaxpr) for p in programs)
 
 
 def _that_fill_a_core(t: Thresholds, numbers: int) -> int:
@@ -440,39 +439,39 @@ def _nest(nested: NestedLoop, t: Thresholds, request: Request) -> NestDecision:
     alone = _alone_as_fast(t, nested.whole, step)
     if _few_serial(t, nested.whole, step) >= size:
         return Alone()
-    price = price_inside(nest)
-    long = length is not None and length > _MANY
+    price, long = price_inside(nest), length is not None and length > _MANY
     width = request.option.width or (size if long else _width_of_nest(t, size, nest))
     flat = _flattened(min(width, request.most(size)), nest, request)
     width = flat.window.widths[0]
+    cheap = price.of(size) < t.min_work_inside
     if alone * _MAX_SLOWDOWN >= size and (length is None or length > 2 * PROBED):
-        return Probed(size / alone)
-    if price.of(size) < t.min_work_inside:
+        moving = price_of_moving(nest.slots, nest.slots).of(size)
+        # Lanes together take this much less, in tiles of the loops inside, or in one flat loop.
+        saved = (size / alone - 1) * _FEW_INSIDE * price.of(size)
+        if saved <= (0 if cheap and _fits_tiles(t, size, nest.inside) else moving):
+            return Probed(size / alone)
+    if cheap:
         return Masked(_CHEAP_INSIDE)
-    around = price.lane * (length or _STEPS_AROUND)
+    limit = t.max_move_steps_nested * price.lane * (length or _STEPS_AROUND)
     moving = time_to_move([*nest.own, *nest.slots])
-    if width < size and moving > t.max_move_steps_nested * around:
-        if moving > _TAIL * t.max_move_steps_nested * around:
-            # a window saves half, and compiles long
-            window = replace(flat.window, widths=(size,))
-        else:  # all lanes run first, and the step is compiled once more for the last of them
-            last = max(width, size // _LEFT)
-            window = replace(flat.window, widths=(size, last), leave_at=last)
-        flat = Flattened(window)
+    if width < size and moving > _TAIL * limit:  # a window saves half, and compiles long
+        return Flattened(replace(flat.window, widths=(size,)))
+    if width < size and moving > limit:
+        # All lanes run first, and the step is compiled once more for the last of them.
+        last = max(width, size // _LEFT)
+        return Flattened(replace(flat.window, widths=(size, last), leave_at=last))
     return flat
 
 
 def _width_of_nest(t: Thresholds, size: int, nest: Nest) -> int:
     """In a window only the slowest lanes in sum have no others in their places at the end."""
     width, price = _LEAST_OF_NESTS, price_inside(nest)
-    while width * price.lane < _WORTH * price.begin and width < size:
+    least = _WORTH * price.begin
+    if math.isfinite(t.min_window_work) and all(fits_lowered_kernel(p.jaxpr) for p in nest.inside):
+        # The compiler divides them among cores, which would wait for each other if they were few.
+        least = max(least, t.min_window_work)
+    while width * price.lane < least and width < size:
         width *= 2
-    programs = (inner.eqn.params[name] for inner in nest.loops for name in _WHILE)
-    if math.isfinite(t.min_window_work) and all(fits_lowered_kernel(p.jaxpr) for p in programs):
-        # The compiler divides them among cores, and in a narrow window these would wait for each
-        # other.
-        while width * price.lane < t.min_window_work and width < size:
-            width *= 2
     return width if width * _WINDOWS_OF_NESTS <= size else size
 
 
@@ -567,8 +566,6 @@ def _too_short(every: Nanoseconds, limit: Nanoseconds) -> str:
     return f"{microseconds(every)} for all lanes, limit {microseconds(limit)}"
 
 
-_WHILE = "cond_jaxpr", "body_jaxpr"
-
 CHEAP = "a step costs too little, or lanes are too few, for a window"
 _CHEAP_INSIDE = "a step of the loops inside costs less than to enter and leave them one by one"
 _LIBRARY = "fewer lanes would run its operations one after another, by a library"
@@ -601,6 +598,8 @@ _TAIL = 4
 _TO_MOVE, _TO_TAKE_APART = 100, 600
 _LEFT = 8  # of so many lanes of a tile, or of a nested loop, one may be left
 _VECTOR = 8  # lanes that a core computes at once
+# Steps of the loops inside in each step of the outer one, if unknown. Rows: elliptical slice, NUTS.
+_FEW_INSIDE = 16
 _STEPS_AROUND = 8  # of a loop around others, if their number is not known
 _LEAST_OF_NESTS = 64  # lanes in a window of a nested loop
 _WORTH = 4.0  # how many times as long as it takes to begin its operations such a window works
