@@ -171,6 +171,9 @@ def test_traces():
     assert seen.pop() is False  # JAX batches what is computed at once
     jax.make_jaxpr(fun)(X)
     assert not _compat.is_live(seen[0])
+    kept = _compat.keeping_calls(lambda x: seen.append(_compat.is_live(x)) or x)
+    jax.make_jaxpr(kept)(X)
+    assert seen.pop()
     assert _compat.staged_variable(X) is None
 
 
@@ -580,6 +583,16 @@ def test_what_a_staged_program_depends_on():
     ):
         with other:
             assert _compat.trace_context() != here
+
+
+def test_calls_that_would_be_inlined_can_be_kept():
+    # A bool; since 0.12, by which True is inlined later, one of several words.
+    called = jax.jit(jnp.sin, inline=getattr(getattr(jax, "Inline", None), "JAX_EARLY", True))
+    inlined = lambda x: called(x)
+    names = lambda fun: [eqn.primitive.name for eqn in jax.make_jaxpr(fun)(1.0).eqns]
+    assert names(inlined) == ["sin"]
+    assert names(_compat.keeping_calls(inlined)) == ["jit"]
+    assert names(_compat.keeping_calls(jax.grad(inlined))) != names(jax.grad(inlined))
 
 
 def test_what_is_differentiated_around_a_program_is_computed_at_once():

@@ -12,7 +12,7 @@ import jax
 import jax.core
 import jax.extend.core as jex_core
 import jax.extend.core.primitives as jex_primitives
-from jax._src.api_util import fun_sourceinfo
+from jax._src.api_util import InternalFloatingPointError, fun_sourceinfo
 from jax._src.config import trace_context as jax_trace_context
 from jax._src.core import add_explicit_mesh_axis_names, extend_axis_env_nd, get_axis_env
 from jax._src.state.discharge import discharge_state
@@ -120,6 +120,23 @@ def _through(
             return fun(*args)
 
     return run
+
+
+class _KeepingCalls(_Around):
+    """Traces each call of ``jax.jit`` as a call."""
+
+    # JAX inlines some of its functions, and then nothing shows that they were one call, of which
+    # only the results are checked for NaN.
+    def process_primitive(self, primitive: Primitive, operands: Values, params: Params) -> Value:
+        if primitive is jex_primitives.jit_p:
+            inline = params["inline"]  # a bool, since 0.12 one of several words
+            params = {**params, "inline": getattr(type(inline), "AUTO", False)}
+        return self._trace.process_primitive(primitive, operands, params)
+
+
+def keeping_calls(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Traces each ``jax.jit`` in `fun` as a call, whatever its `inline` option is."""
+    return _through(fun, _KeepingCalls)
 
 
 class _KnownAtOnce(_Around):
@@ -406,6 +423,8 @@ _lock = threading.RLock()
 
 
 Kind = TypeVar("Kind", bound=type)
+
+FoundNaN = InternalFloatingPointError
 
 
 def trace_context() -> Hashable:

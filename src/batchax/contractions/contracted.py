@@ -39,6 +39,7 @@ from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import MappedProgram, closed_over, stage_function
+from batchax.kernel.interpreter import checks_nans_here
 from batchax.kernel.named_axes import uses_axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.registry import call_key
@@ -58,7 +59,7 @@ def factored(
     """
     jaxpr = staged.jaxpr
     outputs = tuple(k for k, v in enumerate(jaxpr.outvars) if added[k] and _may_be_summed(v))
-    if not outputs or not isinstance(axis.size, int) or not _is_plain(jaxpr):
+    if not outputs or not isinstance(axis.size, int) or checks_nans_here() or not _is_plain(jaxpr):
         return staged
     if traced or recording.is_on() or any(isinstance(x, Tracer) for x in staged.consts):
         return _factored(axis, staged, positions, outputs)

@@ -45,7 +45,7 @@ from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import MappedProgram, example_aval, remembered, stage_described
-from batchax.kernel.interpreter import WHOLE, hide_from_debug_nans
+from batchax.kernel.interpreter import WHOLE, checks_nans_here, hide_from_debug_nans
 from batchax.kernel.own_primitive import placeholder
 from batchax.kernel.registry import call_key
 
@@ -61,6 +61,8 @@ class Strategy:
     Subclasses must define `run`; `execute` handles tracing, notes, and caches.
     """
 
+    # `hides`: it computes values that ``jax.debug_nans`` must not see, such as masked lanes.
+    hides: ClassVar[bool] = True
     # `compiles`: outside of `jit`, all operations are compiled as one program, which is faster than
     # one by one.
     compiles: ClassVar[bool] = False
@@ -113,6 +115,8 @@ class Strategy:
 @dataclass(frozen=True)
 class AllAtOnce(Strategy):
     """Runs all lanes at once, equation by equation, as ``jax.vmap`` does."""
+
+    hides: ClassVar[bool] = False
 
     def stages_whole(self, call: Call) -> bool:
         # Results with no output axis must not depend on the batch, which is known only after the
@@ -276,8 +280,11 @@ def execute(call: Call) -> Outputs:
         strategy = call.strategy
         if strategy.passes_constants(call) and not recorded:
             call = call.with_constants_passed()
-        run = lambda *values: _evaluated(call.with_values(values))
-        arrays, said = hide_from_debug_nans(run, call.values, WHOLE)
+        if strategy.hides:
+            run = lambda *values: _evaluated(call.with_values(values))
+            arrays, said = hide_from_debug_nans(run, call.values, WHOLE)
+        else:
+            arrays, said = _evaluated(call)
         _raise_here(call, arrays)
         outs, outputs = strategy.finish(call, arrays, said)
     return list(map(as_array, outs)), outputs
@@ -307,7 +314,10 @@ def _evaluated(call: Call) -> tuple[list[Value], Any]:
     if not call.traced and strategy.stages_whole(call):
         whole = _whole(call)
         strategy.check(call, whole.said)
-        return whole.run(*call.values), whole.said
+        if (
+            not checks_nans_here()
+        ):  # at the results of the user's operations, which are those of `run`
+            return whole.run(*call.values), whole.said
     arrays, said = strategy.run(call)
     strategy.check(call, said)
     return arrays, said

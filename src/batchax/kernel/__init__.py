@@ -12,5 +12,5 @@ To read, in this order:
 6. `differing`: which values differ between lanes.
 
 What these lean on: `captured` (values that derivative rules closed over), `recording` (notes for
-`explain`).
+`explain`), `debug_nans` (where `jax.debug_nans` looks).
 """

@@ -59,7 +59,7 @@ from batchax.kernel.axis import (
     names_in,
     sharding_on_mesh,
 )
-from batchax.kernel.interpreter import interpret
+from batchax.kernel.interpreter import checks_nans_here, interpret
 from batchax.kernel.named_axes import (
     Varying,
     any_uses_axis,
@@ -277,7 +277,10 @@ def stage_function(
     named = [] if axis.name is None else [(axis.name, axis.size)]
     types = as_without_mesh(avals)
 
+    # Keep nested `jit` calls as equations, for which JAX checks results only.
     def stage(f: Callable[..., Any], selecting: bool = False) -> ClosedJaxpr:
+        if checks_nans_here():
+            f = _compat.keeping_calls(f)
         taken = _compat.mesh_axis_taken(axis.mesh_axis)
         token = _staging_lanes.set(transformation != "scan" or _staging_lanes.get())
         try:

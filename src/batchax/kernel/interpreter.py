@@ -17,9 +17,9 @@ The same holds for collectives.
 With ``jax.debug_nans`` and ``jax.debug_infs``, JAX looks at the results of each operation that it
 computes eagerly, and at those of each compiled program. A batched function computes more than its
 examples do: for lanes that are masked, in padding, in blank buffers, of neutral values. A NaN there
-is not the user's. So a call runs with the options off, and then its results, which are the user's,
-are checked. If it is differentiated it is one compiled program besides, because the reverse pass
-would check each operation that was computed eagerly.
+is not the user's. So such operations run with the options off, and then their results, which are
+the user's, are checked. If they are differentiated they are one compiled program besides, because
+the reverse pass would check each operation that was computed eagerly.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Literal
-from jax.extend.core.primitives import copy_p
+from jax.extend.core.primitives import copy_p, jit_p
 from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.errors import SequentialFallbackWarning, UnsupportedError
-from batchax.jaxprs.bodies import bodies_of, control_flow
+from batchax.jaxprs.bodies import bodies_of, control_flow, program_called
 from batchax.jaxprs.error_format import line_of, spoken
 from batchax.jaxprs.evaluate import Step, bind_equation, plan, values_of, variables_in, walk
-from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.primitive_facts import facts_of, is_own, shown
 from batchax.jaxprs.types import Atom, Eqn, Jaxpr, Tree, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis, sharding_on_mesh
@@ -394,7 +394,9 @@ def interpret(
     one_for_each_lane = references_to_batch(axis, jaxpr, axes) if effectful else frozenset()
     whole = ProgramRun(jaxpr, read)
     run = _batch  # without what most equations do not need
-    if recording.is_on() or axis.spmd_name is not None or _compat.checked_axes():
+    if checks_nans_here():
+        run = batch_looked_at
+    elif recording.is_on() or axis.spmd_name is not None or _compat.checked_axes():
         run = batch_equation
 
     def run_step(step: Step, operands: list[Placed]) -> Iterable[Placed]:
@@ -460,6 +462,62 @@ def _is_shared(axis: Axis, eqn: Eqn, axes: Sequence[Position], creates_batched: 
     )
 
 
+def batch_looked_at(
+    axis: Axis,
+    eqn: Eqn,
+    operands: list[Value],
+    operand_axes: list[Position],
+    creates_batched: bool = False,
+    whole: ProgramRun | None = None,
+) -> tuple[Sequence[Any], Positions]:
+    """Batches an equation as `batch_equation` under ``jax.debug_nans``.
+
+    Raises FloatingPointError, with the user's line, for NaN in results that one example would have.
+    Values of masked lanes are not reported.
+    """
+    primitive, facts = eqn.primitive, facts_of(eqn.primitive)
+    run = functools.partial(batch_equation, axis, eqn, creates_batched=creates_batched)
+    if creates_batched or any(map(_compat.is_reference, operands)):
+        return run(operands, operand_axes, whole=whole)
+    hidden = lambda: hide_from_debug_nans(
+        lambda *xs: run(list(xs), operand_axes), operands, shown(primitive)
+    )
+    calls_back = _compat.observed(eqn.effects)
+    body = program_called(eqn) if facts.body else None
+    try:
+        # Loops and primitives of batchax compute masked values inside, which must stay hidden.
+        if facts.control or is_own(primitive):
+            return hidden()
+        # Inside `jit`, JAX checks the results of the compiled program.
+        if in_jit():
+            return run(operands, operand_axes, whole=whole)
+        if body is not None and primitive is not jit_p:
+            if calls_back:
+                return hidden()
+            # JAX computes it operation by operation.
+            outs = interpret(axis, body.jaxpr, body.consts, operands, operand_axes)
+            return hidden() if any(isinstance(x, Tracer) for x in operands) else outs
+        try:
+            return run(operands, operand_axes, whole=whole)
+        except (FloatingPointError, _compat.FoundNaN):
+            if has_rules(eqn) or calls_back:
+                raise  # it was in what the function does; or may not be done twice
+        # The NaN may be in intermediate values of the rule, so the equation runs again with those
+        # hidden.
+        try:
+            return hidden()
+        except FloatingPointError:
+            if body is not None:  # JAX would say which operation in it, and so it is looked for
+                interpret(axis, body.jaxpr, body.consts, operands, operand_axes)
+            raise
+    except (FloatingPointError, _compat.FoundNaN) as error:
+        if isinstance(error, _compat.FoundNaN):
+            error = found(error, shown(primitive))
+        if not hasattr(error, "__notes__"):
+            error.add_note(f"in {_compat.user_line(eqn.source_info, running=True)}")
+        raise error from None
+
+
 def _fits(eqn: Eqn, operands: Values) -> bool:
     """Returns whether the equation is valid for the operand types inside ``shard_map``."""
     casts = eqn.primitive.name == "pvary"  # JAX raises for a cast of a value that varies already
@@ -506,7 +564,7 @@ def _number(position: Position) -> Position:
 T = TypeVar("T")
 
 WHOLE = "batchax.vmap"
-"""What made the results of a call."""
+"""What made the results of a call that is not looked at operation by operation."""
 
 
 _inside = ContextVar("batchax_unseen", default=False)
@@ -557,10 +615,10 @@ def seen(outs: T, name: str) -> T:
 
 
 def found(error: Exception, name: str) -> FloatingPointError:
-    kind = "inf" if "(inf)" in str(error) or getattr(error, "ty", "") == "inf" else "nan"
-    found = FloatingPointError(f"invalid value ({kind}) encountered in {name}")
-    found.add_note("batchax.find_nonfinite names the example, the line, and the operands.")
-    return found
+    infinite = "(inf)" in str(error) or getattr(error, "ty", "") == "inf"
+    return FloatingPointError(
+        f"invalid value ({'inf' if infinite else 'nan'}) encountered in {name}"
+    )
 
 
 def _as_one_program(run: Callable[..., T], args: Tree) -> Callable[..., T]:
