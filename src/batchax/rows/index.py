@@ -135,6 +135,7 @@ row_places_p = own_primitive(
     "row_places",
     called="where rows are",
     operations=_row_places,
+    compute=jax.jit(_row_places, static_argnames=("capacity", "bound")),
     on_cpu=_row_places_on_cpu,
     types=_types,
     programs=(),
