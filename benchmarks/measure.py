@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 import batchax as bx
-from batchax.analysis.hlo import normalised_hlo, operations
+from benchmarks.hlo import normalised_hlo, operations
 from benchmarks.programs import counts, primitives
 from benchmarks.workload import Workload
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import batchax as bx
-from batchax.analysis.hlo import normalised_hlo
+from benchmarks.hlo import normalised_hlo
 from benchmarks.measure import FULL, QUICK, Ratio, in_turns, ratio_of_medians, repeated
 
 # Importing these fills the table.

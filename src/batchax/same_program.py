@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import jax
 from jax.tree_util import KeyPath
 
 from batchax import _compat
-from batchax.analysis import hlo
 from batchax.analysis.canonical import Table
 from batchax.analysis.canonical_form import canonical
 from batchax.analysis.differences import Difference, first_difference, operations
@@ -29,9 +26,8 @@ class Comparison:
 
     Attributes:
       same: Whether they are the same.
-      operations: The names of the operations of each, in order; of compiled programs, their counts.
+      operations: The names of the operations of each, in order.
       difference: The first difference, or None.
-      compiled: Whether compiled programs were compared, or jaxprs.
 
     Example:
       >>> comparison = bx.same_program(lambda x: x * x, lambda x: x + x, jnp.ones(3))
@@ -42,11 +38,8 @@ class Comparison:
     """
 
     same: bool
-    operations: tuple[Sequence[str] | Counter[str], Sequence[str] | Counter[str]] = field(
-        repr=False
-    )
+    operations: tuple[Sequence[str], Sequence[str]] = field(repr=False)
     difference: Difference | None = field(repr=False)
-    compiled: bool = False
 
     def __bool__(self) -> bool:
         return self.same
@@ -54,17 +47,12 @@ class Comparison:
     def __str__(self) -> str:
         first, _ = self.operations
         if self.difference is not None:
-            level = "not the same compiled program" if self.compiled else "not the same program"
-            return f"{level}: {self.difference}"
-        if isinstance(first, Counter):
-            return f"the same compiled program: {_counted(first)}"
+            return f"not the same program: {self.difference}"
         return f"the same program: {', '.join(first) or 'no operations'}"
 
 
 @_compat.api_boundary
-def same_program(
-    f: Callable[..., Any], g: Callable[..., Any], /, *args: Tree, compiled: bool = False
-) -> Comparison:
+def same_program(f: Callable[..., Any], g: Callable[..., Any], /, *args: Tree) -> Comparison:
     """Compares the operations of two functions, and reports their first difference.
 
     Example:
@@ -89,7 +77,6 @@ def same_program(
       f: A function.
       g: The function to compare it with.
       *args: Arguments for both: pytrees of arrays or ``jax.ShapeDtypeStruct``.
-      compiled: Whether to compare the compiled programs instead of the jaxprs.
 
     Returns:
       A `Comparison`, which is true if the programs are the same.
@@ -109,11 +96,9 @@ def same_program(
     programs = tuple(canonical(table, p) for p in (first, second))
     listed = tuple(operations(table, p) for p in programs)
     difference = _of_outputs(out, other)
-    if difference is None and not compiled:
+    if difference is None:
         names = [_output(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
         difference = first_difference(table, programs, names)  # pyright: ignore
-    if compiled and difference is None:
-        return _compare_compiled(f, g, args)
     return Comparison(difference is None, listed, difference)  # pyright: ignore
 
 
@@ -136,39 +121,3 @@ def _of_outputs(out: Tree, other: Tree) -> Difference | None:
 
 def _output(path: KeyPath) -> str:
     return f"out{jax.tree_util.keystr(path)}"
-
-
-def _compare_compiled(
-    f: Callable[..., Any], g: Callable[..., Any], args: Sequence[Tree]
-) -> Comparison:
-    texts = [
-        # An argument that is not used stays, so that those of both programs match.
-        jax.jit(lambda *a, fun=fun: fun(*a), keep_unused=True).lower(*args).compile().as_text()
-        for fun in (f, g)
-    ]
-    first, second = (hlo.normalised_hlo(t or "") for t in texts)
-    listed = hlo.operations(first), hlo.operations(second)
-    if first == second and "{...}" in first:
-        what = (
-            "They hold constants that the compiler does not print, and that cannot be compared. "
-            "Pass large arrays as arguments, rather than close over them."
-        )
-        return Comparison(False, listed, Difference(what), compiled=True)
-    if first == second:
-        return Comparison(True, listed, None, compiled=True)
-    lines = (t.splitlines() for t in (first, second))
-    a, b = next(((a, b) for a, b in zip_longest(*lines, fillvalue="") if a != b), ("", ""))
-    counts = [
-        f"{name} {listed[0][name]} and {listed[1][name]}"
-        for name in sorted(listed[0] | listed[1])
-        if listed[0][name] != listed[1][name]
-    ]
-    what = f"Operations that do not occur as often: {', '.join(counts)}." if counts else (
-        "Each operation occurs as often in both."
-    )  # fmt: skip
-    what += f" The first line that differs:\n  first:  {a.strip()}\n  second: {b.strip()}"
-    return Comparison(False, listed, Difference(what), compiled=True)
-
-
-def _counted(operations: Counter[str]) -> str:
-    return ", ".join(f"{name} {n}" if n > 1 else name for name, n in operations.items())

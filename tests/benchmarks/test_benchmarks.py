@@ -3,10 +3,10 @@
 import jax
 import pytest
 
-from batchax.analysis.hlo import normalised_hlo, operations
 from benchmarks import __main__ as command
 from benchmarks import history
 from benchmarks.history import Run
+from benchmarks.hlo import normalised_hlo, operations
 from benchmarks.libraries.program import PROGRAMS
 from benchmarks.measure import Ratio, ratio_of_medians
 

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.analysis.hlo import normalised_hlo
+from benchmarks.hlo import normalised_hlo
 
 from support.forced import FORCED, KERNELS, LAST, MASKED_DERIVATIVES
 

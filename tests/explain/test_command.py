@@ -109,12 +109,6 @@ def test_mistakes_are_named(here, capsys, arguments, message):
     assert not captured.out
 
 
-def test_plain_text_without_rich(here, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.text", None)
-    assert main(["explain", *AFFINE]) == 0
-    assert "dot_general" in capsys.readouterr().out
-
-
 def test_every_option_of_every_command_is_described():
     def parsers(parser):
         yield parser

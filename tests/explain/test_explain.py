@@ -250,18 +250,6 @@ def test_loops_that_ask_all_lanes_are_said_to_wait():
     assert "goes on while any lane does" in explanation.details()
 
 
-def test_rich_prints_it_in_colours():
-    console = pytest.importorskip("rich.console")
-    explanation = bx.explain(affine, (None, 0, None), compile=False)(M, V, B)
-    coloured = console.Console(width=200, force_terminal=True, color_system="truecolor")
-    with coloured.capture() as printed:
-        coloured.print(explanation)
-    text = printed.get()
-    assert "\x1b[1;31m8*\x1b[0m" in text  # the batch axis
-    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
-    assert [line.rstrip() for line in plain.splitlines()] == str(explanation).splitlines()
-
-
 def test_what_is_measured_is_what_is_explained():
     def f(x, flags):
         return x * 2 if flags[0] else x  # known, as it is outside of jit

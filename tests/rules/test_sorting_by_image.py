@@ -59,11 +59,3 @@ def sorts(rows, size, dtype):
 def test_a_cpu_sorts_integers_where_calls_gain_what_that_takes_to_compile():
     assert any("tensor<4999x9xi32>)" in s for s in sorts(4999, 9, "float32"))
     assert not any("xi32" in s for s in sorts(3999, 9, "float32"))
-
-
-@pytest.mark.parametrize("dtype", ["int32", "int8"])
-def test_long_rows_of_integers_are_sorted_as_jax_sorts_them(dtype):
-    """Without an order among equals a library takes longer, except for at most 16 elements."""
-    for size, stable in (16, "false"), (17, "true"):
-        (sort,) = sorts(8, size, dtype)
-        assert f"is_stable = {stable}" in sort

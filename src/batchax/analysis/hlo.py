@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -134,24 +133,3 @@ def _array(kind: str, dimensions: str) -> Shape:
     bits = _BITS[kind] if kind in _BITS else int(digits[1]) if digits else 8
     sizes = [int(n) for n in re.findall(r"\d+", dimensions)]
     return Shape(f"{kind}[{','.join(map(str, sizes))}]", math.prod(sizes) * bits // 8)
-
-
-# --- text that is compared ---------------------------------------------------------------------
-
-
-def normalised_hlo(text: str) -> str:
-    """Normalizes optimized HLO by removing names and source lines."""
-    text = re.sub(r"/\*.*?\*/", "", text)
-    text = re.sub(r',? ?metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', "", text)
-    # Before the first computation: the module's name, and tables of source lines.
-    lines = text.splitlines()
-    first = next((i for i, x in enumerate(lines) if x.startswith(("%", "ENTRY"))), 0)
-    lines = [re.sub(r"[\w.\-]+: ", "", x) if x.endswith("{") else x for x in lines[first:]]
-    names: dict[str, str] = {}
-    return re.sub(
-        r"%[\w.\-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), "\n".join(lines)
-    )
-
-
-def operations(hlo: str) -> Counter[str]:
-    return Counter(re.findall(r"= (?:\([^=]*?\)|\S+) ([a-z][\w\-]*)\(", hlo))

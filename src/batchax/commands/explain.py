@@ -11,7 +11,6 @@ import numpy as np
 
 from batchax.commands.words import Commands, Mistake, add_ways, batch_size, function, literal
 from batchax.explain.explain import explain
-from batchax.explain.text import for_terminal
 from batchax.frontend.rows import Layout
 from batchax.jaxprs.types import Tree, Value
 
@@ -126,19 +125,10 @@ def _run(options: argparse.Namespace) -> int:
     explanation = explained(*args)
     if options.html:
         explanation.to_html(options.html)
-    _show(for_terminal(explanation, options.details))
+    print(explanation.details() if options.details else explanation)
     if options.html:
         print(f"\nwritten to {options.html}")
     return 0
-
-
-def _show(explanation: object) -> None:
-    if isinstance(explanation, str):
-        print(explanation)
-        return
-    from rich.console import Console
-
-    Console(soft_wrap=True).print(explanation)
 
 
 def _argument(text: str, with_values: bool) -> Tree:

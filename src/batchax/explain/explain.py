@@ -22,7 +22,7 @@ from batchax.explain.listing import Attribution, Listing, Names, Tally, argument
 from batchax.explain.measure import as_it_is, check_values, measure_alone
 from batchax.explain.measure import measure as measure_ways
 from batchax.explain.page import as_embedded_page, as_page
-from batchax.explain.text import as_text, for_terminal
+from batchax.explain.text import as_text
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import check_in_axes, count
 from batchax.frontend.options import check_callable, check_flags
@@ -36,8 +36,8 @@ from batchax.vmap import MoreOptions, find_vmap, vmap
 class Explanation(Account):
     """Describes how a function was batched and what that costs: the result of `explain`.
 
-    ``str()`` has the most expensive findings and operations, in about 60 lines, and ``rich.print``
-    colors it. `details` returns all of them. `to_html` writes a page, which a notebook displays.
+    ``str()`` has the most expensive findings and operations, in about 60 lines. `details` returns
+    all of them. `to_html` writes a page, which a notebook displays.
 
     Attributes:
       name: The name of the function.
@@ -81,9 +81,6 @@ class Explanation(Account):
             )
         )
         return f"<Explanation of {self.name}: {', '.join(parts)}; print it, or .to_html(path)>"
-
-    def __rich__(self) -> object:
-        return for_terminal(self)
 
     def _repr_html_(self) -> str:
         return as_embedded_page(self)

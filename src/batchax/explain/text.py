@@ -1,4 +1,4 @@
-"""An explanation as text: for ``print``, in plain characters, and for a terminal, with `rich`."""
+"""An explanation as text: for ``print``, in plain characters."""
 
 from __future__ import annotations
 
@@ -387,30 +387,3 @@ def _timings(explanation: Account) -> Iterator[str]:
         shown = f"{show_timed(timing):<24} {show_seconds(timing.seconds):>9} ({low} to {high})"
         yield f"  {shown}{memory}{compiled}"
     yield from _wrapped(show_unmeasured(explanation), "  ", "  ")
-
-
-def for_terminal(explanation: Account, details: bool = False) -> object:
-    """Renders an explanation for a terminal, with `rich`; as plain text without it."""
-    try:
-        from rich.text import Text
-    except ImportError:
-        return as_text(explanation, details)
-    text = Text(as_text(explanation, details), no_wrap=True)
-    for pattern, style in _STYLES:
-        text.highlight_regex(pattern, style)
-    return text
-
-
-_STYLES = (
-    (r"\A.*", "bold"),
-    (r"(?m)^(Findings|The program|Measured).*$", "bold"),
-    (r"(?m)^  \d+\. .*$", "yellow"),
-    (r"(?m)^ +-> .*$", "green"),
-    (r"(?m)^ +\S+:\d+  \S.*$", "italic cyan"),
-    (r"\d+\*", "bold red"),
-    (r" sequentially ", "red"),
-    (r" JAX's rule ", "yellow"),
-    (r" user's \S+", "magenta"),
-    (r" once ", "dim"),
-)
-"""What is marked in a terminal: patterns, and the styles of `rich`."""

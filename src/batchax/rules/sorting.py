@@ -14,7 +14,7 @@ from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Axis, Positions, RuleOutputs, shift_dims
 from batchax.kernel.registry import matched, register_rule
 from batchax.rules import sorting_network
-from batchax.rules.sorting_by_image import is_short, pays, sorted_floats_p
+from batchax.rules.sorting_by_image import pays, sorted_floats_p
 
 enter(": approx_top_k sort top_k")
 
@@ -31,8 +31,6 @@ def _sort(
         (x,) = operands
         if jnp.issubdtype(x.dtype, jnp.floating) and pays(x, axis.in_loop):
             return [sorted_floats_p.bind(x, dimension=dim)], [position]
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            params["is_stable"] &= not is_short(x, dim)
     elif sorting_network.pays(operands, dim, num_keys, axis.in_loop):
         params |= dict(dimension=dim, num_keys=num_keys)
         return sorting_network.sorted_rows_p.bind(*operands, **params), [position] * len(operands)

@@ -36,14 +36,6 @@ _GAIN = 0.06  # microseconds for each element
 _COMPILING = 0.25  # seconds
 
 
-def is_short(x: Value, dimension: int) -> bool:
-    """Returns whether integers sort faster without a stable order."""
-    # XLA then calls ``std::sort``, which sorts up to 16 elements by insertion: 0.75x to 0.85x the
-    # time. For longer rows it takes 1.1x to 1.35x the time of ``std::stable_sort``.
-    size = x.shape[dimension]
-    return isinstance(size, int) and size <= 16
-
-
 def _operations(x: Value, *, dimension: int) -> jax.Array:
     return lax.sort(x, dimension=dimension)
 
@@ -69,8 +61,7 @@ def magnitude(x: Value) -> tuple[Any, Any]:
 def _by_image(x: Value, dtype: np.dtype[Any], dimension: int) -> jax.Array:
     nan = lax.full_like(x, np.nan)  # the last one: another may be negative
     bits = lax.bitcast_convert_type(lax.select(lax.ne(x, x), nan, x), dtype)
-    stable = not is_short(x, dimension)
-    order = lax.sort(image(bits, dtype), dimension=dimension, is_stable=stable)
+    order = lax.sort(image(bits, dtype), dimension=dimension)
     return lax.bitcast_convert_type(image(order, dtype), x.dtype)
 
 
