@@ -1,4 +1,4 @@
-"""What a loop carries and nothing reads is not moved, nor written for each lane."""
+"""What a loop carries and nothing reads is neither batched, nor moved or written for each lane."""
 
 import functools
 import re
@@ -134,3 +134,61 @@ def test_over_devices_and_exported(divergence):
     np.testing.assert_allclose(jax.jit(spread)(data()), expected, rtol=2e-5)
     exported = jax.export.export(jax.jit(batched))(data())
     np.testing.assert_allclose(exported.call(data()), expected, rtol=2e-5)
+
+
+def nested(x, other=1.0):
+    """Loops in loops that carry a record, and results that hold it; see `INSIDE`."""
+
+    def step(carry, other):
+        y, record = carry
+        _, y, record, _ = solve_from(y + other, record)
+        return (y, record), (y, record[0])
+
+    def solve_from(y, record):
+        def once(state):
+            k, z, record, seen = state
+            z = z - (z * z - y) / (2 * z)
+            return k + 1, z, record.at[k % 7].set(z + record[1]), seen + record[2]
+
+        going = lambda state: (jnp.abs(state[1] ** 2 - y) > 1e-4 * y) & (state[0] < 30)
+        return lax.while_loop(going, once, (jnp.int32(0), y + 1, record, 0 * y))
+
+    (y, record), (ys, firsts) = lax.scan(step, (x, jnp.zeros(7) + x), other * jnp.arange(1.0, 4.0))
+    return y + ys.sum(), record, firsts
+
+
+def with_rule(x, rate):
+    """`nested` in a function whose derivative is a rule."""
+    run = jax.custom_jvp(nested)
+
+    @run.defjvp
+    def _(primals, tangents):
+        out = run(*primals)
+        return out, jax.tree.map(lambda y: rate * tangents[0] + 0 * y, out)
+
+    return run(x, 1.0)
+
+
+INSIDE = {
+    "scan": lambda x, p: nested(x),
+    "call": lambda x, p: jax.jit(nested)(x),
+    "branch": lambda x, p: lax.cond(p > 1, nested, lambda x: nested(2 * x), x),
+    "rule": lambda x, p: with_rule(x, 2.0),
+    "rule that closes over": lambda x, p: with_rule(x, jnp.sin(p)),
+}
+
+
+@WAYS
+@pytest.mark.parametrize("inside", INSIDE)
+def test_loops_inside_carry_what_is_read(inside, divergence):
+    one = lambda x, p: INSIDE[inside](x, p)[0]
+    batched = bx.vmap(one, divergence=divergence)
+    x = data()
+    kept = re.search(r"f32\[(\d+,)?7\]", str(jax.make_jaxpr(batched)(x, x)))
+    # A rule that closes over values is left as it is.
+    assert bool(kept) == (inside == "rule that closes over")
+    both = lambda f: lambda x, p: jax.jvp(lambda x: f(x, p), (x,), (jnp.ones_like(x),))
+    own = jax.jit(lambda x: lax.map(lambda x: both(one)(x, x), x))(x)
+    for got, expected in zip(jax.jit(both(batched))(x, x), own, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-3)
+    np.testing.assert_allclose(batched(x, x), own[0], rtol=1e-3)

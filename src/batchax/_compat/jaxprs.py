@@ -224,6 +224,26 @@ def reduced(
     return close(live, program.consts), list(used[count:])
 
 
+def reduced_while(
+    test: ClosedJaxpr, body: ClosedJaxpr, results: Sequence[bool]
+) -> tuple[ClosedJaxpr, ClosedJaxpr, list[bool], list[bool]]:
+    """Keeps of a loop what these results, its predicate, and the next steps of both read.
+
+    Returns:
+      The predicate and the body, the operands that the loop has, of all, and its results.
+    """
+    n_test, n_body = (len(p.in_avals) - len(results) for p in (test, body))
+    of_test = used_inputs(test, [True])[n_test:]
+    live, more = list(results), True
+    while more:
+        of_body = used_inputs(body, live)[n_body:]
+        now = list(map(any, zip(live, of_test, of_body, strict=True)))
+        live, more = now, now != live
+    test, tested = reduced(test, [True], [*[False] * n_test, *live])
+    body, given = reduced(body, live, [*[False] * n_body, *live])
+    return test, body, [*tested[:n_test], *given], live
+
+
 class Reduced(NamedTuple):
     """An equation of fewer operands and results."""
 

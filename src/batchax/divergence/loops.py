@@ -177,18 +177,9 @@ class DivergentLoop:
 
     def carrying(self, results: Sequence[bool]) -> tuple[DivergentLoop, list[bool], list[bool]]:
         """The loop that carries what these results depend on; its operands, and its results."""
-        n_test, n_body = self.n_test, len(self.positions) - self.n_test
-        of_test = _compat.used_inputs(self.test, [True])[n_test:]
-        live, more = list(results), True
-        while more:
-            of_body = _compat.used_inputs(self.body, live)[n_body:]
-            now = list(map(any, zip(live, of_test, of_body, strict=True)))
-            live, more = now, now != live
-        test, tested = _compat.reduced(self.test, [True], [*[False] * n_test, *live])
-        body, given = _compat.reduced(self.body, live, [*[False] * n_body, *live])
-        operands = [*tested[:n_test], *given]
+        test, body, operands, live = _compat.reduced_while(self.test, self.body, results)
         positions = tuple(compress(self.positions, operands))
-        n_test = sum(tested[:n_test])
+        n_test = sum(operands[: self.n_test])
         smaller = replace(self, test=test, body=body, n_test=n_test, positions=positions)
         return smaller, operands, live
 

@@ -229,15 +229,21 @@ Inside = Callable[[], dict[str, Any]]
 """The parameters of an equation, with the programs in them rewritten."""
 
 
-def rewritten(program: Program, change: Callable[[Eqn, Inside], Any]) -> Any:
+def rewritten(
+    program: Program,
+    change: Callable[[Eqn, Inside], Any],
+    change_inside: Callable[[Program], Any] | None = None,
+) -> Any:
     """Returns `program` with each equation changed, and those of all programs inside it.
 
     `change` makes an equation, or several, of one and of a function that rewrites its parameters.
+    `change_inside` rewrites programs in these, if not given likewise.
     """
+    rewrite = change_inside or (lambda inner: rewritten(inner, change))
 
     def inside(value: Any) -> Any:
         if isinstance(value, _compat.JAXPR_TYPES):
-            return rewritten(value, change)
+            return rewrite(value)
         if isinstance(value, tuple):
             parts = list(map(inside, value))
             # Parameters without programs stay the same objects, so that caches know them again.

@@ -38,15 +38,15 @@ import jax
 from jax import lax
 from jax.core import ShapedArray, Trace, Tracer, eval_jaxpr
 from jax.extend.core import Literal, mapped_aval, unmapped_aval
-from jax.extend.core.primitives import while_p
+from jax.extend.core.primitives import cond_p, jit_p, scan_p, while_p
 from jax.tree_util import PyTreeDef
 
 from batchax import _compat
 from batchax.cache import Cache, cached_on
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.bodies import bodies_of, programs_held, programs_inside
+from batchax.jaxprs.bodies import Anywhere, bodies_of, programs_held, programs_inside
 from batchax.jaxprs.error_format import line_of
-from batchax.jaxprs.evaluate import plan
+from batchax.jaxprs.evaluate import Inside, plan, rewritten, variables_used
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Params, Program, Value, Values, Var
 from batchax.kernel import recording
 from batchax.kernel.axis import (
@@ -515,7 +515,7 @@ class MappedProgram:
 
     def run(self) -> tuple[list[Any], list[Position]]:
         """Runs it; meanwhile rules find what they close over."""
-        return self.run_as(self.staged.jaxpr)
+        return self.run_as(_of_what_is_read(self.staged))
 
     def run_as(self, jaxpr: Jaxpr) -> tuple[list[Any], list[Position]]:
         """Runs `jaxpr`, of the same operands, instead."""
@@ -560,6 +560,79 @@ class MappedProgram:
     def _variables(self) -> set[Any]:
         jaxpr = self.staged.jaxpr
         return {*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)}
+
+
+def _of_what_is_read(program: Any) -> Jaxpr:
+    """Returns its jaxpr, in which loops carry only what something reads."""
+    jaxpr = program.jaxpr
+    if not (isinstance(program, ClosedJaxpr) and _leaves_unread(jaxpr)):
+        return jaxpr
+    # JAX's dead code elimination keeps all that a ``while`` carries: XLA removes it later, if no
+    # lane is moved. So a placeholder stands for the loop.
+    live = _compat.without_dead(_compat.close(_held(jaxpr), program.consts))
+    return _released(live.jaxpr)
+
+
+@cached_on("whether loops in programs have results that nothing reads")
+def _leaves_unread(jaxpr: Jaxpr) -> bool:
+    used = variables_used(jaxpr)
+    for eqn in filter(_has_loop.in_equation, jaxpr.eqns):
+        unread = [v not in used for v in eqn.outvars]
+        if eqn.primitive is while_p:  # its predicate reads most of these: a counter, a bound
+            test = eqn.params["cond_jaxpr"].jaxpr
+            tested, carry = variables_used(test), test.invars[eqn.params["cond_nconsts"] :]
+            unread = [u and v not in tested for u, v in zip(unread, carry, strict=True)]
+        if any(unread) or any(map(_leaves_unread, programs_inside(eqn))):
+            return True
+    return False
+
+
+_has_loop = Anywhere(lambda eqn: eqn.primitive is while_p)
+_held_p, _loop_p = _compat.Primitive("held"), _compat.Primitive("while")
+_held_p.multiple_results = _loop_p.multiple_results = True
+_ENTERED = jit_p, while_p, scan_p, cond_p, _compat.find_primitive("custom_jvp_call")
+
+
+@cached_on("programs whose loops are placeholders")
+def _held(program: Any) -> Any:
+    return rewritten(program, _hold, _held)
+
+
+def _hold(eqn: Eqn, inside: Inside) -> Eqn:
+    if not programs_held(eqn):
+        return eqn
+    # Rules that close over values must be found by what they are.
+    if eqn.primitive in _ENTERED and _has_loop.in_equation(eqn) and not closed_over(eqn):
+        loop = eqn.primitive is while_p
+        return eqn.replace(primitive=_loop_p if loop else eqn.primitive, params=inside())
+    return eqn.replace(primitive=_held_p, params={"held": eqn})
+
+
+@cached_on("programs whose loops carry what is read")
+def _released(program: Any) -> Any:
+    return rewritten(program, _release, _released)
+
+
+def _release(eqn: Eqn, inside: Inside) -> Eqn:
+    if eqn.primitive is _held_p:
+        held = eqn.params["held"]
+        return eqn.replace(primitive=held.primitive, params=held.params)
+    if not programs_held(eqn):
+        return eqn
+    loop = eqn.primitive is _loop_p
+    return eqn.replace(primitive=while_p if loop else eqn.primitive, params=inside())
+
+
+def _carrying(results: Sequence[bool], params: Params) -> _compat.Reduced:
+    test, body, operands, live = _compat.reduced_while(
+        params["cond_jaxpr"], params["body_jaxpr"], results
+    )
+    n_test = sum(operands[: params["cond_nconsts"]])
+    counts = {"cond_nconsts": n_test, "body_nconsts": sum(operands) - n_test - sum(live)}
+    return _compat.Reduced(operands, live, {"cond_jaxpr": test, "body_jaxpr": body, **counts})
+
+
+_compat.register_unread_results(_loop_p, _carrying)
 
 
 _running: ContextVar[MappedProgram | None] = ContextVar("batchax_running", default=None)
