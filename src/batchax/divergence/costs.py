@@ -129,29 +129,29 @@ class Step:
         tests = [test.jaxpr] if test is not None else []
         of_tests = (cost_of_program(t, differs=(True,) * len(t.invars), steps=STEPS) for t in tests)
         cost = sum(of_tests, cost_of_program(body.jaxpr, differs=differs, steps=STEPS))
-        held, n_consts = bytes_of(body.out_avals), len(body.in_avals) - len(body.out_avals)
+        held, consts = bytes_of(body.out_avals), body.in_avals[: -len(body.out_avals)]
         # What is carried is read and written, except for arrays that stay in place, updated or not.
-        kept = kept_carries(body, n_consts)
+        kept = kept_carries(body, len(consts))
         written = bytes_of(a for k, a in enumerate(body.out_avals) if k not in kept)
         changed = max(1, len(body.out_avals) - len(kept))
         # What a lane by itself reads is copied once, before its steps. Programs: tree search.
-        read = bytes_of(itertools.compress(body.in_avals[:n_consts], differs))
-        copied = ALONE.time(Cost(bytes=2 * read)) / STEPS
+        copied = Cost(bytes=2 * bytes_of(itertools.compress(consts, differs)))
         stepped = cost + Cost(bytes=2 * written)
         work = max(VECTORIZED.time(stepped), _LEAST)
-        moving = time_to_move(itertools.compress(body.in_avals, differs))
         return cls(
             length=sum(map(length, [*tests, body.jaxpr])),
             work=work,
             begun=time_begun(body.jaxpr, differs),
             # What is fused is one operation more, in each of the programs.
             overhead=_device().begin * (cost.launches + 1 + len(tests)) / work,
-            moving=min(moving / work, _MOST_TO_MOVE),
+            moving=min(
+                time_to_move(itertools.compress(body.in_avals, differs)) / work, _MOST_TO_MOVE
+            ),
             held=held,
             masked=MASKED.time(stepped),
             # XLA for CPUs makes a function of each array that a step changes.
             beginning=launch_time(cost.launches + changed + len(tests)),
-            alone=Nanoseconds(ALONE.time(cost) + copied + _STEP_ALONE),
+            alone=Nanoseconds(ALONE.time(cost) + ALONE.time(copied) / STEPS + _STEP_ALONE),
         )
 
     def masked_by(self, lanes: int) -> Nanoseconds:
