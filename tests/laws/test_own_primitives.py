@@ -21,7 +21,7 @@ from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.own_primitive import declared
-from batchax.rows.blocks import Elements, find_blocks, find_elements
+from batchax.rows.blocks import Elements, find_blocks
 from batchax.rows.dynamic_sizes import found_switch_p
 from batchax.rows.index import row_places
 from batchax.rows.padded_rules.own_steps import run_own_steps
@@ -192,9 +192,9 @@ def sorting_with(f, sort):
 
 def count_in_blocks(lengths):
     starts, sizes, row, places = row_places(lengths, 6, 3)
-    elements = Elements(starts, row, [places - row * 3], [sizes], None)
-    found = find_blocks(0 * lengths, (2,), 1)
-    return (find_elements(found, elements, [(3,)], 6).there >= 0).sum()
+    elements = Elements(starts, row, [places - row * 3], [sizes], None, [(3,)], 6)
+    _, (found,) = find_blocks([lengths], (), (2,), 1, [elements])
+    return (found.there >= 0).sum()
 
 
 def with_found_sizes(f):
@@ -250,11 +250,7 @@ AROUND = {
         lambda x: f(x) * places_where(x < TABLE, 2)[0][0],
         lambda x: f(x) * jnp.argmax(x < TABLE),
     ),
-    "rows_of_blocks": lambda f: (
-        lambda x: f(x) * find_blocks((x < TABLE[:2]).astype(np.int32), (1, 2), 3).held.sum(),
-        lambda x: 2 * f(x),
-    ),
-    "elements_of_blocks": lambda f: (
+    "places_in_blocks": lambda f: (
         lambda x: f(x) * count_in_blocks((x + TABLE[:2]).astype(np.int32)),
         lambda x: f(x) * jnp.minimum((x + TABLE[:2]).astype(np.int32), 3).sum(),
     ),

@@ -1,6 +1,5 @@
 """Where conditions are true, and rows in blocks: the loop of a CPU, sums and scatters, Python's."""
 
-import functools
 import re
 
 import jax
@@ -9,14 +8,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.rows.blocks import (
-    Elements,
-    RowsOfBlocks,
-    _blocks,
-    _elements,
-    find_blocks,
-    find_elements,
-)
+from batchax.rows.blocks import Elements, back, find_blocks
 from batchax.rows.index import row_places
 from batchax.rows.places_where import _places, places_where
 
@@ -39,72 +31,93 @@ def test_places_in_nothing():
     assert (places.tolist(), count) == ([0, 0], 0)
 
 
-@pytest.mark.parametrize("kind", [[0, 2, 2, 1, 2, 0, 2, 2, 2, 1], [1] * 9, [2]])
-def test_rows_are_in_blocks_of_their_class(kind):
-    capacity, blocks, kind = (1, 2, 4), 12, np.array(kind, np.int32)
-    others = lambda kind: RowsOfBlocks(kind, *_blocks(kind, capacity=capacity, blocks=blocks))
-    for find in (lambda kind: find_blocks(kind, capacity, blocks), others):
-        found = jax.tree.map(np.asarray, jax.jit(find)(kind))
-        assert (found.row[found.block, found.slot] == np.arange(len(kind))).all()
-        assert (found.number[found.block] == kind).all()
-        assert (found.slot < found.held[found.block]).all()
-        assert found.held.sum() == len(kind)
-        # All but the last block of each class are full, and empty ones are behind the others.
-        for k, room in enumerate(capacity):
-            held = sorted(found.held[found.number == k])
-            assert held[1:] == [room] * (len(held) - 1)
-        empty = found.held == 0
-        assert (np.sort(empty) == empty).all()
-        assert (found.number[empty] == len(capacity)).all()
-        for row, held in zip(found.row, found.held, strict=True):
-            assert (row[held:] == row[0]).all()
+@pytest.fixture(params=["on a CPU", "by operations"])
+def by(request):
+    """A function that compiles `find_blocks`, as it is on a CPU, or by its operations."""
+
+    def compiled(find):
+        if request.param == "on a CPU":
+            return jax.jit(find)
+
+        # Batched, it is its operations.
+        def alone(*lengths):
+            found = jax.vmap(find)(*(x[None] for x in lengths))
+            return jax.tree.map(lambda x: x[0], found)
+
+        return jax.jit(alone)
+
+    return compiled
+
+
+@pytest.mark.parametrize(
+    "lengths", [[20, 4, 5, 9, 0, 12, 3, 5, 1, 10], [6, 10, 7, 8, 9, 6, 7, 8, 10], [2]]
+)
+def test_rows_are_in_blocks_of_their_class(lengths, by):
+    capacity, lengths = (1, 2, 4), np.array(lengths, np.int32)
+    kind, slots = (lengths <= 10).astype(int) + (lengths <= 5), 4
+    find = lambda lengths: find_blocks([lengths], [(10,), (5,)], capacity, 12)[0]
+    found = jax.tree.map(np.asarray, by(find)(lengths))
+    at, row = found.places.at, found.places.there.reshape(12, slots)
+    assert (row.reshape(-1)[at] == np.arange(len(kind))).all()
+    assert (found.number[at // slots] == kind).all()
+    assert (at % slots < np.array(capacity)[kind]).all()
+    assert len(set(at)) == len(at)
+    held = np.bincount(at // slots, minlength=12)
+    # All but the last block of each class are full, and empty ones are behind the others.
+    for k, room in enumerate(capacity):
+        of_class = sorted(held[found.used & (found.number == k)])
+        assert of_class[1:] == [room] * (len(of_class) - 1)
+    assert (np.sort(held == 0) == (held == 0)).all()
+    assert (found.used == (held > 0)).all()
+    assert (found.lengths[0].reshape(12, slots)[found.used] == lengths[row[found.used]]).all()
+    for rows, count in zip(row, held, strict=True):  # another row stands in for one that is missing
+        assert set(rows[count:]) <= (set(rows[:count]) or {0})
 
 
 @pytest.mark.parametrize(
     ("widths", "held", "size"), [((20, 10, 5), (2, 4, 8), 40), ((21, 10, 5), (1, 2, 4), 21)]
 )
-def test_elements_are_in_the_slots_of_their_rows(widths, held, size):
+def test_elements_are_in_the_slots_of_their_rows(widths, held, size, by):
     lengths = np.array([20, 3, 0, 7, 11, 5, 1, 10, 6, 4], np.int32)
-    capacity, blocks = int(lengths.sum()) + 3, 12  # there are elements of no row
+    capacity, blocks, slots = int(lengths.sum()) + 3, 12, held[-1]  # there are elements of no row
     kind = sum((lengths <= width).astype(np.int32) for width in widths[1:])
 
-    def find(lengths, kind, of):
+    def find(lengths):
         starts, sizes, row, places = row_places(lengths, capacity, 20)
-        found = find_blocks(kind, held, blocks)
-        elements = Elements(starts, row, [places - row * 20], [sizes], None)
-        return starts, found, of(found, elements, [widths], size)
+        elements = Elements(starts, row, [places - row * 20], [sizes], None, [widths], size)
+        bounds = [(width,) for width in widths[1:]]
+        found, (of_elements,) = find_blocks([lengths], bounds, held, blocks, [elements])
+        return starts, found, of_elements, back(*of_elements), back(*found.places)
 
-    for of in (find_elements, _elements):
-        starts, found, places = jax.jit(lambda *xs, of=of: find(*xs, of))(lengths, kind)
-        at, back = np.asarray(places.at), np.asarray(places.back)
-        assert (at[lengths.sum() :] < 0).all()
-        for row, (start, length) in enumerate(zip(np.asarray(starts), lengths, strict=True)):
-            own = np.arange(start, start + length)
-            first = found.block[row] * size + found.slot[row] * widths[kind[row]]
-            assert (at[own] == first + np.arange(length)).all()
-            assert (places.there[at[own]] == own).all()
-            assert (back[at[own]] == own).all()
-        assert (back >= 0).sum() == lengths.sum()
-        # Slots of a block without rows hold its first row, and there is nothing behind a row.
-        for block, number in enumerate(np.asarray(found.number)[np.asarray(found.held) > 0]):
-            width = widths[number]
-            for slot in range(held[number]):
-                row = int(found.row[block, slot])
-                part = np.asarray(places.there)[block * size + slot * width :][:width]
-                assert part[: lengths[row]].tolist() == [
-                    *range(starts[row], starts[row] + lengths[row])
-                ]
-                assert (part[lengths[row] :] < 0).all()
+    starts, found, places, of_own, own_rows = jax.tree.map(np.asarray, by(find)(lengths))
+    assert (places.at[lengths.sum() :] < 0).all()
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        own, at = np.arange(start, start + length), found.places.at[row]
+        first = at // slots * size + at % slots * widths[kind[row]]
+        assert (places.at[own] == first + np.arange(length)).all()
+        assert (places.there[places.at[own]] == own).all()
+        assert (of_own[places.at[own]] == own).all()
+        assert own_rows[at] == row
+    assert (of_own >= 0).sum() == lengths.sum()
+    assert (own_rows >= 0).sum() == len(lengths)
+    # Slots of a block without rows hold another of its rows, and there is nothing behind a row.
+    for block, number in enumerate(found.number[found.used]):
+        width = widths[number]
+        for slot in range(held[number]):
+            row = found.places.there[block * slots + slot]
+            part = places.there[block * size + slot * width :][:width]
+            assert part[: lengths[row]].tolist() == [
+                *range(starts[row], starts[row] + lengths[row])
+            ]
+            assert (part[lengths[row] :] < 0).all()
 
 
 def test_steps_that_jax_counts_in_64_bits():
     with jax.enable_x64(True):
         places, _ = places_where(np.array([False, True, True]), 2)
-        blocks = find_blocks(np.array([0, 1, 0], np.int32), (2, 4), 3)
-        elements = jax.jit(functools.partial(in_blocks, find_elements))(np.ones(90, np.int32))
+        number, elements = jax.jit(in_blocks)(np.ones(90, np.int32))
     assert places.tolist() == [1, 2]
-    assert elements.at.dtype == np.int32
-    assert blocks.held.sum() == 3
+    assert number.dtype == elements.at.dtype == np.int32
 
 
 # XLA takes as long to compile a kernel of a sum or a scatter as one of a loop, so kernels count.
@@ -116,32 +129,33 @@ def kernels(fun, *args):
     return len(re.findall(r" = .* (?:fusion|call|while|scatter|reduce-window|sort)\(", entry))
 
 
-def in_blocks(find, kind):
+def in_blocks(kind):
     starts, sizes, row, places = row_places(kind * 10, 900, 40)
-    elements = Elements(starts, row, [places - row * 40], [sizes], None)
-    return find(find_blocks(kind, (1, 2, 4), 80), elements, [(40, 20, 10)], 40)
+    elements = Elements(starts, row, [places - row * 40], [sizes], None, [(40, 20, 10)], 40)
+    found, (of_elements,) = find_blocks([sizes], [(20,), (10,)], (1, 2, 4), 80, [elements])
+    return found.number, of_elements
+
+
+def by_operations(fun):
+    return lambda *args: jax.vmap(fun)(*(x[None] for x in args))
 
 
 @pytest.mark.parametrize(
-    ("loop", "sums", "x"),
+    ("loop", "sums", "x", "most"),
     [
-        (lambda x: places_where(x, 50), lambda x: _places(x, size=50), np.ones(90, bool)),
-        (
-            lambda kind: tuple(find_blocks(kind, (1, 2, 4), 80)),
-            lambda kind: _blocks(kind, capacity=(1, 2, 4), blocks=80),
-            np.ones(90, np.int32),
-        ),
+        (lambda x: places_where(x, 50), lambda x: _places(x, size=50), np.ones(90, bool), 1 / 2),
+        (in_blocks, by_operations(in_blocks), np.ones(90, np.int32), 1 / 4),
     ],
 )
-def test_a_loop_is_fewer_kernels(loop, sums, x):
-    assert kernels(loop, x) <= kernels(sums, x) // 2
+def test_a_loop_is_fewer_kernels(loop, sums, x, most):
+    assert kernels(loop, x) <= kernels(sums, x) * most
 
 
 def test_elements_are_found_without_gathers():
-    gathers = lambda find: summed("stablehlo.gather", functools.partial(in_blocks, find), kind)
-    kind = np.ones(90, np.int32)
-    assert not gathers(find_elements)
-    assert gathers(_elements)
+    gathers = lambda fun: summed("stablehlo.gather.*", fun, np.ones(90, np.int32))
+    (of_lengths,) = gathers(in_blocks)
+    assert "-> tensor<320xi32>" in of_lengths  # as many as there are slots
+    assert len(gathers(by_operations(in_blocks))) > 1
 
 
 def summed(pattern, fun, *args):

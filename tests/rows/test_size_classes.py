@@ -72,6 +72,18 @@ def in_classes(fun, lengths, room, **options):
 TAIL = np.minimum(np.random.default_rng(0).lognormal(3.2, 0.8, 96), 256).astype(int) + 1
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "bool", "complex64"])
+def test_blocks_of_any_type_and_of_nothing_are_read(dtype):
+    x, nothing = rows(2, poison=False).astype(dtype), jnp.zeros((len(LENGTHS), 0))
+    fun = lambda x, nothing: (x[::-1], jnp.where(x != 0, 1, 0).sum(), nothing.sum())
+    traced = bx.Ragged(x.data, jnp.asarray(x.lengths), x.max_length)
+    back, counts, sums = jax.jit(bx.vmap(fun, buckets=2))(traced, nothing)
+    for row, reversed_row, count in zip(x.rows(), back.rows(), counts, strict=True):
+        assert (reversed_row == row[::-1]).all()
+        assert count == (row != 0).sum()
+    assert (sums == 0).all()
+
+
 def test_classes_are_chosen_where_no_lengths_with_that_sum_would_lose_much():
     room = int(TAIL.sum())
     assert in_classes(attend, TAIL, room)

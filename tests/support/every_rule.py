@@ -22,7 +22,7 @@ from batchax._compat import find_primitive
 from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import follow_p
-from batchax.rows.blocks import elements_of_blocks_p, rows_of_blocks_p
+from batchax.rows.blocks import _Blocks, places_in_blocks_p
 from batchax.rows.index import row_places_p
 from batchax.rows.padded_rules.own_steps import run_own_steps
 from batchax.rows.places_where import places_where_p
@@ -479,14 +479,9 @@ def _own():
             "places_where": (partial(places_where_p.bind, size=2), several(3, dtype=bool))
         },
         "rows.blocks": {
-            "rows_of_blocks": (
-                partial(rows_of_blocks_p.bind, capacity=(1, 2), blocks=3),
-                several(3, dtype=np.int32),
-            ),
-            "elements_of_blocks": (
-                partial(elements_of_blocks_p.bind, widths=(2,), size=4),
-                *(several(*n, dtype=np.int32) for n in [(2,), (2,), (2,), (1,), (1,), (1, 2)]),
-                *(several(n, dtype=np.int32) for n in (2, 4, 4, 2)),
+            "places_in_blocks": (
+                partial(places_in_blocks_p.bind, blocks=_Blocks((), (2,), 1, (((2,), 4),))),
+                *(several(n, dtype=np.int32) for n in (2, 2, 4, 4, 2)),
             ),
         },
         "rows.index": {

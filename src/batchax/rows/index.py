@@ -14,7 +14,7 @@ compiles it as one function.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -30,7 +30,7 @@ from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.slices import entry_of, part_of, put_entry, put_part
 from batchax.jaxprs.types import Aval, Tree, Value, Values
 from batchax.kernel.axis import Axis, Positions
-from batchax.kernel.inner import batch_function
+from batchax.kernel.inner import batch_function, repeat
 from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
 from batchax.rules.masking import is_inexact
 
@@ -70,53 +70,52 @@ def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int
     count = lengths.shape[0]
     if not count or capacity < WINDOW:
         return _row_places(lengths, *starts, capacity=capacity, bound=bound)
-    # Constants of their types: numbers of Python would be converted, each by an operation.
     zero, one, window = np.int32(0), np.int32(1), np.int32(WINDOW)
     room, last = np.int32(capacity), np.int32(count - 1)
-    within = np.arange(WINDOW, dtype=np.int32)
+    within, most = np.arange(WINDOW, dtype=np.int32), np.int32(min(bound, capacity))
+    wide = lambda x: lax.broadcast(x, (WINDOW,))
 
     def measure(row: Value, state: Tree) -> Tree:
         begin, begins, sizes = state
-        row = lax.convert_element_type(row, np.int32)  # JAX counts in 64 bits, if there are such
-        most = lax.min(np.int32(min(bound, capacity)), room - begin)
-        size = lax.clamp(zero, entry_of(lengths, row), most)
-        return begin + size, put_entry(begins, begin, row), put_entry(sizes, size, row)
+        size = lax.clamp(zero, entry_of(lengths, row), lax.min(most, lax.sub(room, begin)))
+        return lax.add(begin, size), put_entry(begins, begin, row), put_entry(sizes, size, row)
 
-    _, begins, sizes = lax.fori_loop(0, count, measure, (zero, lengths, lengths))
+    _, begins, sizes = repeat(count, measure, (zero, lengths, lengths))
 
     def fill(_: Value, state: Tree) -> Tree:
         """A few elements of a row; what is written of the next one is written over later."""
         row, place, element, arrays = state
-        in_row = row <= last
+        in_row = lax.le(row, last)
         size = entry_of(sizes, lax.min(row, last))
         # At the end of the arrays the window reaches back, to elements that stay as they are.
-        to = lax.min(element, room - window)
-        back = element - to
-        there = row * np.int32(bound) if not starts else _start_elsewhere(starts[0], row)
-        new = lax.broadcast(row, (WINDOW,)), there + (place - back) + within
+        to = lax.min(element, lax.sub(room, window))
+        back = lax.sub(element, to)
+        there = lax.mul(row, np.int32(bound)) if not starts else _start_elsewhere(starts[0], row)
+        ahead = lax.add(there, lax.sub(place, back))
+        new, stay = (wide(row), lax.add(wide(ahead), within)), lax.ge(within, wide(back))
         arrays = tuple(
-            put_part(x, lax.select(within >= back, part, part_of(x, to, 0, WINDOW)), to)
+            put_part(x, lax.select(stay, part, part_of(x, to, 0, WINDOW)), to)
             for x, part in zip(arrays, new, strict=True)
         )
-        leaves = in_row & (size - place <= window)
-        element += lax.select(leaves, size - place, window)
-        place = lax.select(leaves, zero, place + window)
-        row = lax.select(leaves, row + one, row)
+        rest = lax.sub(size, place)
+        leaves = lax.bitwise_and(in_row, lax.le(rest, window))
+        element = lax.add(element, lax.select(leaves, rest, window))
+        place = lax.select(leaves, zero, lax.add(place, window))
+        row = lax.select(leaves, lax.add(row, one), row)
         return row, place, element, arrays
 
     # A separate loop, which XLA removes where these arrays are not used. XLA makes a function
     # for each array that it fills with a number.
     elements = lax.full((capacity,), 0, np.int32)
-    steps = np.int32(count + capacity // WINDOW + 1)
     state = zero, zero, zero, (elements, elements)
-    *_, arrays = lax.fori_loop(zero, steps, fill, state)
+    *_, arrays = repeat(count + capacity // WINDOW + 1, fill, state)
     return [begins, sizes, *arrays]
 
 
 def _start_elsewhere(starts: Value, row: Value) -> jax.Array:
     """Where a row begins in another array; beyond the last row, beyond that array."""
     last = np.int32(starts.shape[0] - 1)
-    return lax.select(row <= last, entry_of(starts, lax.min(row, last)), np.int32(_BEYOND))
+    return lax.select(lax.le(row, last), entry_of(starts, lax.min(row, last)), np.int32(_BEYOND))
 
 
 _BEYOND = 1 << 30
@@ -347,13 +346,19 @@ def take_clipped(x: Value, places: Value, axis: int, **options: Any) -> jax.Arra
 
 
 def moved(
-    x: Value, axis: int, source: Value, target: Value | Callable[..., Value], *arrays: Value
+    x: Value,
+    axis: int,
+    source: Value,
+    target: Value | Callable[..., Value],
+    *arrays: Value,
+    key: Hashable | None = None,
 ) -> jax.Array:
     """An array that holds ``x[source[i]]`` at place `i` of `axis`; zero where that is negative.
 
     `target` is the reverse: where each element of `x` goes, negative for nowhere. No two go to one
-    place. It may be a function of `arrays`, which only programs of derivatives run. JAX
-    would transpose a gather to a scatter, which on a CPU takes a hundred times as long.
+    place. It may be a function of `arrays`, which only programs of derivatives run; those of equal
+    keys compute the same. JAX would transpose a gather to a scatter, which on a CPU takes a hundred
+    times as long.
     """
     if not is_inexact(x):
         return _pick(x, axis, source)
@@ -361,7 +366,8 @@ def moved(
         find: Callable[..., Value] = target
         ahead = lambda given, xs: [_pick(xs[0], axis, given[0])]
         back = lambda given, cts: [_pick(cts[0], axis, find(*given[1:]))]
-        return linear_with_transpose(ahead, back, [source, *arrays], [x])[0]
+        own = None if key is None else ("moved", axis, key)
+        return linear_with_transpose(ahead, back, [source, *arrays], [x], own)[0]
     places = source, target
     if all(isinstance(each, np.ndarray) for each in places):  # constants of the program
         of = lambda k: lambda _, xs: [_pick(xs[0], axis, places[k])]

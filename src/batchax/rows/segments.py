@@ -22,7 +22,7 @@ from batchax.execution.slices import entry_of, part_of, put_part
 from batchax.jaxprs.primitive_facts import NEUTRAL
 from batchax.jaxprs.types import Aval, Tree, Value, Values
 from batchax.kernel.axis import Axis, Positions
-from batchax.kernel.inner import batch_function
+from batchax.kernel.inner import batch_function, repeat
 from batchax.kernel.own_primitive import OF_OPERATIONS, declare, own_primitive
 from batchax.rows.index import WINDOW, RowIndex
 
@@ -107,32 +107,43 @@ def _on_cpu(
     if not fits or not count or x.dtype not in _DTYPES:
         return _operations(x, starts, lengths, rows, kind=kind, in_full=in_full)
     wide = 1 << (WINDOW // each).bit_length() - 1  # elements in a window
-    numbers, flat = np.int32(wide * each), x.reshape(-1)
-    combine, neutral = _COMBINE[kind], np.asarray(NEUTRAL[kind.removeprefix("reduce_")](x.dtype))
-    first, most = lax.full((wide * each,), neutral, x.dtype), np.int32(x.size - wide * each)
-    within, zero = np.arange(wide * each, dtype=np.int32), np.int32(0)
+    numbers, size_of_each = np.int32(wide * each), np.int32(each)
+    combine = _COMBINE[kind]
+    neutral = np.asarray(NEUTRAL[kind.removeprefix("reduce_")](x.dtype), x.dtype)
+    most = np.int32(x.size - wide * each)
+    spread = lambda x: lax.broadcast(x, (wide * each,))
 
-    def row(r: Value, out: Value) -> Value:
-        r = lax.convert_element_type(r, np.int32)
-        begin = entry_of(starts, r) * np.int32(each)
-        size = entry_of(lengths, r) * np.int32(each)
-        whole = lax.div(size, numbers)
+    def run(flat: Value, starts: Value, lengths: Value) -> list[Any]:
+        first, within = spread(neutral), np.arange(wide * each, dtype=np.int32)
 
-        def window(k: Value, total: Value) -> Value:
-            return combine(total, part_of(flat, begin + k * numbers, 0, wide * each))
+        def row(r: Value, out: Value) -> Value:
+            begin = lax.mul(entry_of(starts, r), size_of_each)
+            size = lax.mul(entry_of(lengths, r), size_of_each)
+            whole = lax.div(size, numbers)
 
-        total = lax.fori_loop(zero, whole, window, first)
-        # The last window holds what is left of the row. At the end of the array it reaches back.
-        last = begin + whole * numbers
-        at = lax.min(last, most)
-        own = lax.bitwise_and(within >= last - at, within < begin + size - at)
-        total = combine(total, lax.select(own, part_of(flat, at, 0, wide * each), first))
-        while total.shape[0] > each:
-            half = total.shape[0] // 2
-            total = combine(total[:half], total[half:])
-        return put_part(out, total, r * np.int32(each))
+            def window(k: Value, total: Value) -> Value:
+                return combine(
+                    total, part_of(flat, lax.add(begin, lax.mul(k, numbers)), 0, wide * each)
+                )
 
-    out = lax.fori_loop(zero, np.int32(count), row, lax.full((count * each,), neutral, x.dtype))
+            total = repeat(whole, window, first)
+            # The last window holds what is left of the row. At the end of the array it reaches
+            # back.
+            last = lax.add(begin, lax.mul(whole, numbers))
+            at = lax.min(last, most)
+            ends = lax.sub(lax.add(begin, size), at)
+            own = lax.bitwise_and(
+                lax.ge(within, spread(lax.sub(last, at))), lax.lt(within, spread(ends))
+            )
+            total = combine(total, lax.select(own, part_of(flat, at, 0, wide * each), first))
+            while total.shape[0] > each:
+                total = combine(*lax.split(total, (total.shape[0] // 2,) * 2))
+            return put_part(out, total, lax.mul(r, size_of_each))
+
+        return [repeat(count, row, lax.full((count * each,), neutral, x.dtype))]
+
+    types = [jax.typeof(x).update(shape=(count * each,))]
+    (out,) = _compat.single_kernel(run, types, [x.reshape(-1), starts, lengths])
     return out.reshape(count, *x.shape[1:])
 
 

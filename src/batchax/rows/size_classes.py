@@ -11,16 +11,18 @@ another, each by the program of its class; its derivatives are chunk loops as we
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
+from jax.extend.core.primitives import cond_p
 
 from batchax import _compat
 from batchax.analysis.cost import BLOCK, COMPILED_STEP, ROWS
@@ -37,7 +39,7 @@ from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.inner import batch_function, closed_over, inline_jaxpr, returning_alike
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_tangent_rule, with_values
-from batchax.rows.blocks import Elements, Places, find_blocks, find_elements
+from batchax.rows.blocks import Elements, back, find_blocks
 from batchax.rows.buckets import Weight, fewer_boxes, lightest_groups
 from batchax.rows.groups import KnownGroups, of_one_row
 from batchax.rows.index import moved
@@ -297,11 +299,11 @@ def run_in_classes(
     lengths = {name: jnp.asarray(each.lengths) for name, each in rows.index.items()}
     given = [*(Packed(x, (), 0) for x in lengths.values()), *arguments]
     whole = [ragged_axis(x.shape) is None and x.axis is None for x in given]
-    move = _Moving(rows, classes)
-    operands = [x.value if w else move.into_blocks(x) for x, w in zip(given, whole, strict=True)]
-    number = move.blocks.number
-    used = number < np.int32(len(classes.rows))
-    used, number, *operands = _compat.varying_alike([used, number, *operands])
+    move = _Moving(rows, classes, given, shapes)
+    moved = zip(given[len(lengths) :], whole[len(lengths) :], strict=True)
+    operands = [*move.lengths_in_blocks, *(x.value if w else move.into_blocks(x) for x, w in moved)]
+    blocks = move.blocks
+    used, number, *operands = _compat.varying_alike([blocks.used, blocks.number, *operands])
 
     def of_class(k: int, *xs: Value) -> tuple[list[Any], list[Position]]:
         lanes = replace(rows.axis, size=classes.rows[k])
@@ -352,12 +354,14 @@ def class_switch(number: Value, programs: Sequence[ClosedJaxpr], operands: Value
     Its derivatives compute the program again: JAX would keep residuals of all programs.
     """
     programs, consts = _compat.hoist_constants(*programs)
-    inlined = [lambda *xs, p=p: inline_jaxpr(p, xs) for p in programs]
     runs = [functools.partial(eval_jaxpr, p.jaxpr, p.consts) for p in programs]
     smooth = [k for k, aval in enumerate(programs[0].out_avals) if is_inexact(aval)]
 
     def switch(number: Value, *xs: Value) -> list[Any]:
-        return list(lax.switch(number, inlined, *xs))
+        if len(programs) == 1:
+            return inline_jaxpr(programs[0], xs)
+        # A number out of bounds is that of no program: to clamp it is one more kernel.
+        return cond_p.bind(number, *xs, branches=tuple(programs))
 
     def rule(primals: Values, moving: Sequence[int], dots: Values) -> tuple[list[Any], list[Any]]:
         at = [i - 1 for i in moving]
@@ -387,7 +391,7 @@ def _rows_of_block(classes: SizeClasses, k: int, x: Value, shape: Shape) -> jax.
 def _block_of_rows(classes: SizeClasses, x: Value, shape: Shape) -> jax.Array:
     """The reverse of `_rows_of_block`, with the size of the largest block of any class."""
     at = ragged_axes(shape)
-    x, _ = _collapsed(x, at)
+    x = _collapsed(x, at)
     size = classes.elements([shape[a] for a in at]) if at else classes.rows[-1]
     if x.shape[0] == size:
         return x
@@ -396,11 +400,11 @@ def _block_of_rows(classes: SizeClasses, x: Value, shape: Shape) -> jax.Array:
     return jnp.pad(x, [(0, size - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
 
 
-def _collapsed(x: Value, at: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
-    """Padded rows, with the rows in front, as one axis, and the bounds of their ragged axes."""
+def _collapsed(x: Value, at: Sequence[int]) -> jax.Array:
+    """Padded rows, with the rows in front, as one axis."""
     together = range(1, len(at) + 1)
     x = jnp.moveaxis(x, [k + 1 for k in at], together)
-    return lax.collapse(x, 0, len(at) + 1), x.shape[1 : len(at) + 1]
+    return lax.collapse(x, 0, len(at) + 1)
 
 
 def _expanded(x: Value, at: Sequence[int], sizes: Sequence[int]) -> jax.Array:
@@ -408,55 +412,75 @@ def _expanded(x: Value, at: Sequence[int], sizes: Sequence[int]) -> jax.Array:
     return jnp.moveaxis(x, range(1, len(at) + 1), [k + 1 for k in at])
 
 
+Key: TypeAlias = tuple[tuple[Dim, ...], tuple[int, ...] | None]
+
+
 class _Moving:
     """Values of all rows moved into blocks, and back."""
 
-    def __init__(self, rows: PackedRows, classes: SizeClasses) -> None:
+    def __init__(
+        self,
+        rows: PackedRows,
+        classes: SizeClasses,
+        given: Sequence[Packed],
+        results: Sequence[Shape],
+    ) -> None:
+        """For values that are `given`, and for results of these shapes."""
         self.rows, self.classes = rows, classes
         self.lengths = {name: jnp.asarray(each.lengths) for name, each in rows.index.items()}
-        self.blocks = find_blocks(_classes_of(classes, self.lengths), classes.rows, classes.blocks)
-        self._bounds = Sizes(rows.bounds, {})
-        self._of_rows, self._of_elements = self.blocks.places, dict[Any, Places]()
+        ragged = [self._key(x.shape, None if x.axis is None else x.value.shape) for x in given]
+        ragged += [self._key_of_result(shape) for shape in results]
+        keys = {str(key): key for key in ragged if key[0]}
+        bounds = [[each[name] for name in self.lengths] for each in classes.bounds[1:]]
+        lengths, counts = list(self.lengths.values()), (classes.rows, classes.blocks)
+        elements = itertools.starmap(self._elements, keys.values())
+        self.blocks, found = find_blocks(lengths, bounds, *counts, list(elements))
+        self._places = dict(zip(keys, found, strict=True))
+
+    def _key(self, shape: Shape, padded: Sequence[int] | None) -> Key:
+        """Of which sizes the ragged axes are, and what rows are padded to, if they are."""
+        at = ragged_axes(shape)
+        bounds = None if padded is None else tuple(padded[k + 1] for k in at)
+        return tuple(shape[k] for k in at), bounds
+
+    def _key_of_result(self, shape: Shape) -> Key:
+        if self.rows.holds(shape):
+            return self._key(shape, None)
+        return self._key(shape, (0, *Sizes(self.rows.bounds, {}).bounds_of(shape)))
+
+    @property
+    def lengths_in_blocks(self) -> list[jax.Array]:
+        return [x.reshape(self.classes.blocks, -1) for x in self.blocks.lengths]
 
     def into_blocks(self, given: Packed) -> jax.Array:
         """Blocks are in front; then come the elements of a block, or the slots for its rows."""
-        at, x, bounds, size = ragged_axes(given.shape), given.value, None, -1
+        at, x = ragged_axes(given.shape), given.value
         if not at:
             assert given.axis is not None
-            places = self._of_rows
+            places = self.blocks.places
             x = jnp.moveaxis(x, given.axis, 0)
         else:
-            dims = [given.shape[k] for k in at]
-            if given.axis is None:
-                x = jnp.moveaxis(x, at[0], 0)
-            else:
-                x, bounds = _collapsed(x, at)
-            places, size = self._places(dims, bounds), self.classes.elements(dims)
+            key = self._key(given.shape, None if given.axis is None else x.shape)
+            x = jnp.moveaxis(x, at[0], 0) if given.axis is None else _collapsed(x, at)
+            places = self._places[str(key)]
         x = moved(x, 0, places.there, places.at)
-        return x.reshape(self.classes.blocks, size, *x.shape[1:])
+        blocks = self.classes.blocks
+        return x.reshape(blocks, x.shape[0] // blocks, *x.shape[1:])
 
     def out_of_blocks(self, x: Value, shape: tuple[Dim, ...]) -> Packed:
         """A result, from what it is in blocks."""
         at, x = ragged_axes(shape), lax.collapse(x, 0, 2)
+        key = self._key_of_result(shape)
+        places = self._places[str(key)] if at else self.blocks.places
+        x = moved(x, 0, places.at, back, *places, key="out of blocks")
         if not at:
-            places = self._of_rows
-            return Packed(moved(x, 0, places.at, places.back), shape, 0)
-        dims, packed = [shape[k] for k in at], self.rows.holds(shape)
-        bounds = tuple(map(self._bounds.bound, dims))
-        places = self._places(dims, None if packed else bounds)
-        x = moved(x, 0, places.at, places.back)
-        if packed:
+            return Packed(x, shape, 0)
+        if key[1] is None:
             return Packed(jnp.moveaxis(x, 0, at[0]), shape)
-        return Packed(_expanded(x, at, [self.rows.axis.size, *bounds]), shape, 0)
+        return Packed(_expanded(x, at, [self.rows.axis.size, *key[1]]), shape, 0)
 
-    def _places(self, dims: Shape, bounds: tuple[int, ...] | None) -> Places:
-        """Where the elements of packed rows are in blocks, or of rows that are padded to bounds."""
-        key = tuple(map(str, dims)), bounds
-        if key not in self._of_elements:
-            self._of_elements[key] = self._find_places(dims, bounds)
-        return self._of_elements[key]
-
-    def _find_places(self, dims: Shape, bounds: tuple[int, ...] | None) -> Places:
+    def _elements(self, dims: Shape, bounds: tuple[int, ...] | None) -> Elements:
+        """The elements of packed rows, or of rows that are padded to bounds."""
         count = self.rows.axis.size
         sizes = [self._size(dim) for dim in dims]
         # Of each element of all rows: which row it is of, and where it is there along each axis.
@@ -472,23 +496,9 @@ class _Moving:
         else:
             row_of, *places = (x.reshape(-1) for x in np.indices((count, *bounds), np.int32))
             starts = np.arange(count, dtype=np.int32) * np.int32(math.prod(bounds))
-
-        elements = Elements(starts, row_of, places, sizes, bounds)
-        size = self.classes.elements(dims)
-        return find_elements(self.blocks, elements, list(map(self.classes.widths, dims)), size)
+        widths, room = list(map(self.classes.widths, dims)), self.classes.elements(dims)
+        return Elements(starts, row_of, places, sizes, bounds, widths, room)
 
     def _size(self, dim: Dim) -> jax.Array:
         size = jnp.asarray(_compat.evaluate_size(dim, self.lengths), np.int32)
         return jnp.maximum(size, np.int32(0))
-
-
-def _classes_of(classes: SizeClasses, lengths: Mapping[str, Any]) -> jax.Array:
-    """The class of each row, the last one that it fits in."""
-    fits = [
-        functools.reduce(
-            lax.bitwise_and, (lengths[name] <= np.int32(b) for name, b in each.items())
-        )
-        for each in classes.bounds[1:]
-    ]
-    count = next(iter(lengths.values())).shape[0]
-    return sum((x.astype(np.int32) for x in fits), jnp.zeros(count, np.int32))
