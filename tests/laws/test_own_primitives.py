@@ -24,7 +24,7 @@ from batchax.kernel.own_primitive import declared
 from batchax.rows.blocks import Elements, find_blocks
 from batchax.rows.dynamic_sizes import found_switch_p
 from batchax.rows.index import row_places
-from batchax.rows.padded_rules.own_steps import run_own_steps
+from batchax.rows.padded_rules.own_steps import Steps, run_own_steps
 from batchax.rows.places_where import places_where
 from batchax.rows.row_rules import call_later
 from batchax.rows.segments import reduced_rows_p
@@ -218,6 +218,11 @@ def in_steps(f, run=lambda scan, loop, values: scan(*values)):
     return lambda x: run(scan, loop, [x])[0]
 
 
+def own_steps(scan, loop, values):
+    taking = lambda f: lambda _, values: f(*values)
+    return run_own_steps(taking(scan), taking(loop), Steps(0, 2, values), values, 2)
+
+
 AROUND = {
     "chunk_loop": lambda f: (each(f, functools.partial(bx.vmap, batch_size=2)), each(f)),
     "divergent_loop": lambda f: (
@@ -258,7 +263,7 @@ AROUND = {
         lambda x: f(x) * row_places((x + TABLE[:2]).astype(np.int32), 4, 3)[1].sum(),
         lambda x: f(x) * jnp.minimum((x + TABLE[:2]).astype(np.int32).sum(), 4),
     ),
-    "own_steps": lambda f: (in_steps(f, run_own_steps), in_steps(f)),
+    "own_steps": lambda f: (in_steps(f, own_steps), in_steps(f)),
     "reduced_rows": lambda f: (
         lambda x: reduced_rows_p.bind(x * TABLE + f(x), *ROWS, kind="reduce_sum", in_full=True)[1],
         lambda x: (x * TABLE[2:] + f(x)).sum(),

@@ -1,5 +1,6 @@
 """Scans over many rows, of cheap steps: each row takes its own, and derivatives are a scan's."""
 
+import functools
 import re
 
 import jax
@@ -10,12 +11,14 @@ from jax import lax
 
 import batchax as bx
 from batchax import _compat
+from batchax.rows.padded_rules import own_steps
 
-from support.oracle import same
+from support.oracle import example, same
 
 LENGTHS = np.random.default_rng(1).integers(0, 30, 300).astype(np.int32)
 DTYPE = jnp.zeros(()).dtype
-HERE = jax.default_backend() == "cpu" and _compat.single_kernels()
+ON_CPU = jax.default_backend() == "cpu"
+HERE = ON_CPU and _compat.single_kernels()
 needs_kernels = pytest.mark.skipif(not HERE, reason="of programs for CPUs, in single kernels")
 
 
@@ -139,7 +142,52 @@ def test_rows_are_read_where_they_are_packed_by_a_loop_that_is_one_kernel():
     assert not re.findall(r"f(?:32|64)\[(?:300,30|30,300)", text)  # no padded rows
 
 
-def test_expensive_steps_are_masked():
-    w = jnp.ones((64, 64)) / 64
-    step = lambda c, r: (jnp.tanh(w @ c + r), None)
-    assert not has_own_steps(bx.vmap(lambda x: lax.scan(step, jnp.ones(64), x)[0]), rows())
+@pytest.fixture
+def halves(monkeypatch):
+    """Rows run in halves, however little that saves."""
+    monkeypatch.setattr(own_steps, "_SORTED", 0.0)
+    monkeypatch.setattr(own_steps, "_RUNS", 1e9)
+
+
+def recurrent(x, reverse=False):
+    """A state that is multiplied by a matrix in each step, and a random key that is carried."""
+    matrices, bias = (example((64, 64), DTYPE) / 8, example((64, 4), DTYPE, seed=1)), x.sum() / 9
+
+    def step(carry, row):
+        state, key = carry
+        state = jnp.tanh(matrices[0] @ state + matrices[1] @ row + bias)
+        return (state, jax.random.fold_in(key, 1)), None
+
+    (state, key), _ = lax.scan(step, (jnp.ones(64), jax.random.key(0)), x, reverse=reverse)
+    return state, jax.random.key_data(key)
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_half_of_the_rows_that_takes_most_steps_goes_on_alone(reverse):
+    f = jax.jit(functools.partial(recurrent, reverse=reverse))
+    x, batched = rows(4), jax.jit(bx.vmap(f))
+    same(batched(x), jax.tree.map(lambda *xs: jnp.stack(xs), *map(f, each(x))))
+    assert ("tensor<150x64xf" in batched.lower(x).as_text()) == ON_CPU
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("lengths", [LENGTHS[:33], np.full(33, 7), np.arange(33) % 31])
+def test_halves_of_any_rows(lengths):
+    x = rows(4, lengths=lengths.astype(np.int32))
+    expected = jax.tree.map(lambda *xs: jnp.stack(xs), *map(recurrent, each(x)))
+    same(jax.jit(bx.vmap(recurrent))(x), expected)
+
+
+@pytest.mark.usefixtures("halves")
+def test_halves_and_what_is_around_them():
+    x, f = rows(4), lambda x: recurrent(x)[0]
+    masked = bx.vmap(f, divergence="predicate")
+    assert has_own_steps(bx.vmap(f), x) == ON_CPU
+    assert not has_own_steps(masked, x)
+    scaled = lambda run: lambda s: run(bx.Ragged(s * x.data, x.lengths, 30))
+    total = lambda run: jax.jit(jax.grad(lambda s: (scaled(run)(s) ** 2).sum()))
+    same(total(bx.vmap(f))(1.0), total(masked)(1.0))
+    both = lambda run: jax.jit(jax.vmap(scaled(run)))(jnp.asarray([1.0, -1.0]))
+    same(both(bx.vmap(f)), both(masked))
+    same(bx.vmap(f)(x), masked(x))

@@ -152,6 +152,31 @@ def test_products_that_meet_in_a_step_have_lanes_in_one_place(width, state):
     assert scan.outvars[0].aval.shape == state
 
 
+def test_products_that_meet_in_a_step_of_a_loop_that_lanes_leave_have_lanes_first():
+    """Such a loop carries them first. Short inputs of a long state are as the state is."""
+    into, inner = batch((66, 4), None) / 2, batch((66, 33), None) / 33
+    inputs = batch((8, 4), None)
+
+    def last(n, x):
+        def step(carry):
+            i, h = carry
+            a, b = jnp.split(into @ inputs[i % 8] + inner @ (h + x), 2)
+            return i + 1, h + jax.nn.sigmoid(a) * jnp.tanh(b)
+
+        return lax.while_loop(lambda carry: carry[0] < n, step, (0, jnp.zeros(33, x.dtype)))[1]
+
+    n, x = jnp.arange(64) % 5, batch((), 0, size=64)
+    ours, theirs = bx.vmap(last, divergence="predicate"), jax.vmap(last)
+    same(ours(n, x), theirs(n, x))
+    moved = lambda fun: jax.jvp(lambda x: fun(n, x), (x,), (x,))[1]
+    same(moved(ours), moved(theirs))
+    (loop,) = (e for e in jax.make_jaxpr(ours)(n, x).eqns if e.primitive.name == "while")
+    eqns = loop.params["body_jaxpr"].jaxpr.eqns
+    shapes = [e.outvars[0].aval.shape for e in eqns if e.primitive.name == "dot_general"]
+    assert shapes == [(64, 66)] * 2
+    assert "transpose" not in [e.primitive.name for e in eqns]
+
+
 # Operands in blocks, with a scale for each block of the contracted dimension.
 SCALED = (((2,), (2,)), ((0,), (0,)))
 

@@ -24,7 +24,7 @@ from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import follow_p
 from batchax.rows.blocks import _Blocks, places_in_blocks_p
 from batchax.rows.index import row_places_p
-from batchax.rows.padded_rules.own_steps import run_own_steps
+from batchax.rows.padded_rules.own_steps import Steps, run_own_steps
 from batchax.rows.places_where import places_where_p
 from batchax.rows.segments import reduced_rows_p
 from batchax.rows.sizes import found_places_p
@@ -427,11 +427,13 @@ _sum = lambda _, xs: [x.sum() for x in xs]
 _spread = lambda _, cotangents: [jnp.broadcast_to(c, (3,)) for c in cotangents]
 
 
-def _twice(x):
+def _twice(_, values):
+    (x,) = values
     return [lax.scan(lambda x, _: (jnp.sin(x), None), x, length=2)[0]]
 
 
-def _until_two(x):
+def _until_two(_, values):
+    (x,) = values
     step = lambda state: (state[0] + 1, jnp.sin(state[1]))
     return [lax.while_loop(lambda state: state[0] < 2, step, (0, x))[1]]
 
@@ -491,7 +493,7 @@ def _own():
             )
         },
         "rows.padded_rules.own_steps": {
-            "own_steps": (lambda x: run_own_steps(_twice, _until_two, [x]), X)
+            "own_steps": (lambda x: run_own_steps(_twice, _until_two, Steps(0, 2, [x]), [x], 2), X)
         },
         "rows.segments": {
             "reduced_rows": (

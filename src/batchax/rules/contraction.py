@@ -173,6 +173,23 @@ def layout_of_steps(axis: Axis, program: ClosedJaxpr) -> StepLayout:
 _MANY, _SHORT = 3, 1024
 
 
+def has_long_rows(body: ClosedJaxpr, positions: Positions) -> bool:
+    """Returns whether a loop that passes lanes first has a product whose lanes are first, too.
+
+    Products of other matrices, which are added to it, are then better rows, even short ones.
+    """
+    jaxpr = body.jaxpr
+    shared = {v for v, a in zip(jaxpr.invars, positions, strict=True) if a is None}
+    shared.update(jaxpr.constvars)
+    return any(
+        e.primitive is lax.dot_general_p
+        and [v.aval.ndim for v in e.invars] == [2, 1]
+        and e.invars[0] in shared
+        and _long_rows(e.invars[0].aval, e.params["dimension_numbers"][0][0])
+        for e in jaxpr.eqns
+    )
+
+
 def _is_of_vectors(eqn: Eqn, lanes: int) -> bool:
     """Returns whether it is a product of a shared matrix with a vector of each lane."""
     if eqn.primitive is not lax.dot_general_p:

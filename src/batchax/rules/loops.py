@@ -48,7 +48,7 @@ from batchax.kernel.named_axes import Varying, settle_varying, types_varying, va
 from batchax.kernel.registry import register_rule
 from batchax.linalg.pays import LOOP_STEPS
 from batchax.rules.callbacks import with_active
-from batchax.rules.contraction import layout_of_steps
+from batchax.rules.contraction import has_long_rows, layout_of_steps
 from batchax.rules.in_place import masked_in_place, updates_in_place
 from batchax.rules.masking import (
     MaskPlan,
@@ -305,9 +305,11 @@ class MaskedBody:
         # spread, and in forward mode tangents are carried, and selected as all that is.
         calls = is_seen(body)
         program = with_active(axis, body) if calls else body
+        carried = [*positions, *[0] * len(body.out_avals)]
+        axis = replace(axis, lanes_first=axis.lanes_first or has_long_rows(body, carried))
         plan = plan_masking(
             program.jaxpr,
-            [*[0] * calls, *positions, *[0] * len(body.out_avals)],
+            [*[0] * calls, *carried],
             differentiable=(),
             updated=range(calls),
             updates=updates_in_place(body, len(positions)),
@@ -521,7 +523,7 @@ def _every_step(axis: Axis, loop: WhileLoop) -> PlacedOutputs:
     calls = any(map(is_seen, (loop.test, loop.body)))
     references = any(map(_compat.is_reference, operands))
     as_it_is = masked.plan.runs_as_it_is and not (calls or references)
-    outs = _selecting(axis, loop) if as_it_is else run_masking(masked, loop)
+    outs = _selecting(masked.axis, loop) if as_it_is else run_masking(masked, loop)
     return outs, [0] * len(outs)
 
 

@@ -35,7 +35,7 @@ from batchax.rows.padded import (
     padded_rule,
     run_padded,
 )
-from batchax.rows.padded_rules.own_steps import may_take_own_steps, run_own_steps
+from batchax.rows.padded_rules.own_steps import Steps, may_take_own_steps, run_own_steps
 from batchax.rows.row_rules import in_padding, size_of_rule
 from batchax.rows.sizes import Dim, Sizes, has_symbols, needs_number, question_of
 from batchax.rules.loops import split_operands
@@ -297,25 +297,38 @@ def _scan(op: Operation, *rows: Row, jaxpr: Jaxpr, length: Dim, **params: Any) -
     packed = {i: row.packed for i, row in enumerate(rows) if row.packed is not None}
     among = [Row(x, jnp.shape(x)) for pair in packed.values() for x in pair]
     call, values = SizedCall.of(op, [*rows, *among])
+    first = arrays(split_operands(rows, *_compat.scan_counts(params))[1], body.out_avals)
 
-    def opened(scan: Callable[..., list[Any]]) -> Flat:
-        def run(*values: Value) -> list[Any]:
-            op, given = call.opened(values)
-            arrays = iter([row.value for row in given[len(rows) :]])
-            for i in packed:
-                given[i] = replace(given[i], packed=(next(arrays), next(arrays)))
-            return scan(op, *given[: len(rows)], **params)
+    def given(values: Values) -> tuple[Operation, list[Row]]:
+        op, given = call.opened(values)
+        arrays = iter([row.value for row in given[len(rows) :]])
+        for i in packed:
+            given[i] = replace(given[i], packed=(next(arrays), next(arrays)))
+        return op, given[: len(rows)]
 
-        return run
+    def scan(_: Steps, values: Values) -> list[Any]:
+        op, rows = given(values)
+        return _masked_scan(op, *rows, **params)
 
-    return run_own_steps(opened(_masked_scan), opened(_own_steps), values)
+    def loop(steps: Steps, values: Values) -> list[Any]:
+        op, rows = given(values)
+        return _own_steps(op, steps, *rows, **params)
+
+    size = jnp.asarray(op.sizes.size(length), np.int32)
+    return run_own_steps(scan, loop, Steps(np.int32(0), size, first), values, steps)
 
 
 def _own_steps(
-    op: Operation, *rows: Row, body: ClosedJaxpr, length: Dim, reverse: bool, **params: Any
+    op: Operation,
+    own: Steps,
+    *rows: Row,
+    body: ClosedJaxpr,
+    length: Dim,
+    reverse: bool,
+    **params: Any,
 ) -> list[Any]:
     """As `_masked_scan`, of a scan without outputs, by a loop of as many steps as the row has."""
-    consts, carry, xs = split_operands(rows, *_compat.scan_counts(params))
+    consts, _, xs = split_operands(rows, *_compat.scan_counts(params))
     size = jnp.asarray(op.sizes.size(length), np.int32)
     parts = [(jnp.asarray(x.value), np.int32(0)) if x.packed is None else x.packed for x in xs]
 
@@ -327,8 +340,8 @@ def _own_steps(
         outs = run_inside(op.sizes, body, [*consts, *typed_rows(carry, body.out_avals), *own])
         return i + np.int32(1), arrays(outs, body.out_avals)
 
-    first = _compat.varying_alike(arrays(carry, body.out_avals), like=[size])
-    return lax.while_loop(lambda state: state[0] < size, step, (np.int32(0), first))[1]
+    first = tuple(_compat.varying_alike([own.begin, *own.carry], like=[own.end]))
+    return lax.while_loop(lambda state: state[0] < own.end, step, (first[0], [*first[1:]]))[1]
 
 
 def _masked_scan(
