@@ -70,7 +70,6 @@ def stage(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     names: Sequence[str],
-    taking: Callable[[], Recorder] = Recorder,
     lengths_known: bool = True,
 ) -> Staged:
     """Stages a batched function, without running it.
@@ -82,7 +81,6 @@ def stage(
       batched: what `vmap` returned.
       args, kwargs: a call's arguments.
       names: what the positional parameters are called.
-      taking: makes what takes notes.
       lengths_known: Whether lengths of rows that have values are known, as outside of `jit`.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
@@ -112,7 +110,7 @@ def stage(
             results[:] = [f"out{path}" for path in paths]
             return inside
 
-        recorder, arrays = taking(), [leaves[i][1] for i in chosen]
+        recorder, arrays = Recorder(), [leaves[i][1] for i in chosen]
         with recorder.active():
             traced = jax.jit(run).trace(*arrays)
         paths = [_path(leaves[i][0], names) for i in chosen]

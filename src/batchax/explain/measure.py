@@ -54,7 +54,7 @@ class _Way:
 
 def measure_alone(way: _Way, time_limit: float) -> tuple[Timing, ...]:
     end = time.monotonic() + time_limit
-    return _times([(way, first_call(way))], end)
+    return _times([(way, _first_call(way))], end)
 
 
 def measure(
@@ -110,7 +110,7 @@ def measure(
     # No progress is shown.
     name = name_of(fun)
     shown = Progress(True, f"measuring {name}", len(ways) + 1, unit="ways", attended=True)
-    begun, left = [(first, first_call(first))], []
+    begun, left = [(first, _first_call(first))], []
     # What is begun takes about as long as the longest before, which compiled and ran twice.
     longest = (first.compiling or 0.0) + 2 * begun[0][1]
     tried: list[dict[str, Any]] = []
@@ -130,7 +130,7 @@ def measure(
             # If one batch_size raises, all do.
             in_chunks = in_chunks and bool(advice)
             continue
-        begun.append((way, first_call(way)))
+        begun.append((way, _first_call(way)))
         longest = max(longest, time.monotonic() - start)
     shown.advance(1)
     shown.close()
@@ -222,7 +222,7 @@ def _loop(
     return _Way("loop", lambda: [run(example) for example in examples], None, count / lanes)
 
 
-def first_call(way: _Way) -> float:
+def _first_call(way: _Way) -> float:
     """Returns the seconds of a call: of the second, where the first is short."""
     first = _seconds(way.call, 1)
     return first if first > 1 else _seconds(way.call, 1)

@@ -204,13 +204,11 @@ def show_devices(devices: Devices) -> list[str]:
     return sentences
 
 
-def show_masked(eqn: Equation, branch: int | None = None) -> str:
-    """Says why lanes are masked in a loop, in branches, or in one of them; empty if unknown."""
+def show_masked(eqn: Equation) -> str:
+    """Says why lanes are masked in a loop or in branches; empty if unknown."""
     why = eqn.notes.get("why", "")
     if isinstance(why, str):
         return why
-    if branch is not None:
-        return why.get(branch, "")
     branches: dict[str, list[str]] = {}
     for i, each in why.items():
         branches.setdefault(each, []).append(str(i))
