@@ -138,15 +138,14 @@ class Step:
         copied = Cost(bytes=2 * bytes_of(itertools.compress(consts, differs)))
         stepped = cost + Cost(bytes=2 * written)
         work = max(VECTORIZED.time(stepped), _LEAST)
+        moving = time_to_move(itertools.compress(body.in_avals, differs))
         return cls(
             length=sum(map(length, [*tests, body.jaxpr])),
             work=work,
             begun=time_begun(body.jaxpr, differs),
             # What is fused is one operation more, in each of the programs.
             overhead=_device().begin * (cost.launches + 1 + len(tests)) / work,
-            moving=min(
-                time_to_move(itertools.compress(body.in_avals, differs)) / work, _MOST_TO_MOVE
-            ),
+            moving=min(moving / work, _MOST_TO_MOVE),
             held=held,
             masked=MASKED.time(stepped),
             # XLA for CPUs makes a function of each array that a step changes.
