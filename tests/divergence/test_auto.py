@@ -9,7 +9,9 @@ import pytest
 from jax import lax
 
 import batchax as bx
+from batchax import _compat
 from batchax.analysis.thresholds import TABLE
+from batchax.divergence.policy import Loop, Masked, Request, decide
 from batchax.divergence.runner import Runner
 
 from support.diverging import COUNTS, POINTS, N, power
@@ -59,6 +61,20 @@ def test_lanes_of_cheap_steps_run_sequentially(fun):
     same(jax.jit(tangents, static_argnums=0)(ours), tangents(theirs), None)
     nested = lambda f: jax.jit(jax.vmap(f, (None, 0)))(COUNTS, jnp.stack([points, points + 1]))
     same(nested(ours), nested(theirs), None)
+
+
+@pytest.mark.parametrize(("operations", "widths"), [(450, (64, 4)), (540, None)])
+def test_long_steps_are_compiled_once(operations, widths):
+    def body(x):
+        for k in range(operations // 3):
+            wide = lax.pad(jnp.sort(x) if k < 12 else x, np.float32(0), [(0, k % 45, 0)] * 2)
+            x = lax.add(x, lax.slice(wide, (0, 0), (3, 3)))
+        return [x]
+
+    program = _compat.stage(body, [jax.typeof(jnp.zeros((3, 3)))])
+    decision = decide(Loop(64, None, program, (True,)), TABLE["cpu-small"], Request())
+    assert getattr(decision, "widths", None) == widths
+    assert widths or decision == Masked("a step is too long to be compiled again")
 
 
 def test_lanes_part_ways_on_each_device_of_a_mesh():

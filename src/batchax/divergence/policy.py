@@ -318,6 +318,8 @@ def _of_the_last(
     few = loop.bounded and step.work * size >= t.min_work
     saves = size + step.overhead >= t.min_tail_gain * (widths[-1] + step.overhead)
     pays = saves and (few or long) and alike <= widths[-1] < size
+    if pays and not few and t.kernel_lanes and step.length > _LONGEST_TWICE:  # on a CPU
+        return (size,), _LONG
     return (widths, why) if pays else ((size,), CHEAP)
 
 
@@ -335,7 +337,7 @@ def _widths(
     if request.nesting:
         windows = 1
         if request.nesting > 1 or 4 * step.length > _LONGEST:
-            return (most,), "inside another, a step is too long to be compiled again"
+            return (most,), f"inside another, {_LONG}"
         if step.moving > _MOST_STEPS_INSIDE and width is None:
             return (most,), "inside another, to move a lane costs more than the steps saved"
     narrow = power_of_two(step.overhead)
@@ -567,6 +569,7 @@ def _too_short(every: Nanoseconds, limit: Nanoseconds) -> str:
 
 
 CHEAP = "a step costs too little, or lanes are too few, for a window"
+_LONG = "a step is too long to be compiled again"
 _CHEAP_INSIDE = "a step of the loops inside costs less than to enter and leave them one by one"
 _LIBRARY = "fewer lanes would run its operations one after another, by a library"
 # The benchmark `divergence` times loops with windows of these widths.
@@ -576,6 +579,9 @@ _FEWEST = 4  # the same where windows narrower than that would be mostly overhea
 _ROOM = 4  # how many times as long as its overhead a step of a window alone takes
 _ROOMY = 16  # how many times as long as its overhead a step of the first of two windows takes
 _LONGEST = 700  # operations in the programs of all windows together, about: each is compiled
+# The same of a step that is compiled twice by default: a program that is little else then compiles
+# for more than twice as long as that of `jax.vmap`. Programs: Dogleg, adaptive tempering.
+_LONGEST_TWICE = 500
 # A loop inside a loop has windows only if moving a lane costs no more than so many of its steps:
 # it is entered often, and mostly for few steps.
 _MOST_STEPS_INSIDE = 8
