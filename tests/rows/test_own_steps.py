@@ -90,6 +90,14 @@ def test_each_row_takes_its_own_steps(name):
     same(jax.jit(bx.vmap(f))(few), jax.tree.map(lambda *xs: jnp.stack(xs), *map(f, each(few))))
 
 
+@pytest.mark.parametrize("name", SCANS)
+def test_rows_of_which_none_has_elements(name):
+    f, shape = SCANS[name]
+    x = bx.Ragged(jnp.zeros((0, *shape), DTYPE), jnp.zeros(3, np.int32), 4)
+    expected = jax.tree.map(lambda *xs: jnp.stack(xs), *map(f, each(x)))
+    same(jax.jit(bx.vmap(f))(x), expected)
+
+
 @pytest.mark.compiles(60)
 def test_rows_and_what_else_they_have():
     x, w = rows(2), jnp.asarray(np.random.default_rng(3).normal(size=300), DTYPE)

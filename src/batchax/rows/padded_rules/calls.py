@@ -292,9 +292,10 @@ def _scan(op: Operation, *rows: Row, jaxpr: Jaxpr, length: Dim, **params: Any) -
     without_outputs = len(body.out_avals) == _compat.scan_counts(params)[1]
     params = {"body": body, "length": length, **params}
     differs = steps and not op.sizes.is_exact(length) and without_outputs
-    if not (differs and may_take_own_steps(body)):
-        return _masked_scan(op, *rows, **params)
     packed = {i: row.packed for i, row in enumerate(rows) if row.packed is not None}
+    has_elements = all(x.size for x, _ in packed.values())  # else there are none to slice
+    if not (differs and has_elements and may_take_own_steps(body)):
+        return _masked_scan(op, *rows, **params)
     among = [Row(x, jnp.shape(x)) for pair in packed.values() for x in pair]
     call, values = SizedCall.of(op, [*rows, *among])
     first = arrays(split_operands(rows, *_compat.scan_counts(params))[1], body.out_avals)
