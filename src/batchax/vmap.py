@@ -27,6 +27,7 @@ from batchax.execution.chunked import Chunking, find_chunking
 from batchax.execution.devices.placing import OnMesh, find_mesh
 from batchax.execution.devices.processes import call_of_all
 from batchax.execution.devices.shards import Shards
+from batchax.execution.eager import error_of_a_lane, is_out_of_memory
 from batchax.execution.on_devices import chunk_lanes, infer_mesh_from_arguments, shard_lanes
 from batchax.frontend.advice import advise
 from batchax.frontend.arguments import (
@@ -253,12 +254,21 @@ def vmap(
         flat = flatten_arguments(
             fun, in_axes, args, kwargs, on_mesh=stages.is_apart, spread=stages.mesh is not None
         )
-        if stages.mesh is None:
-            return batch(flat)
-        arguments, devices = {"args": args, "kwargs": kwargs}, stages.mesh.devices[0]
-        alike = {name: x for name, x in options.items() if name not in _OF_PROCESSES}
-        with call_of_all(devices, fun, arguments, flat.mapped, alike) as (mapped, own):
-            return batch(replace(flat, mapped=mapped), own)
+        try:
+            if stages.mesh is None:
+                return batch(flat)
+            arguments, devices = {"args": args, "kwargs": kwargs}, stages.mesh.devices[0]
+            alike = {name: x for name, x in options.items() if name not in _OF_PROCESSES}
+            with call_of_all(devices, fun, arguments, flat.mapped, alike) as (mapped, own):
+                return batch(replace(flat, mapped=mapped), own)
+        except jax.errors.JaxRuntimeError as failed:
+            if is_out_of_memory(failed):
+                raise
+            values, axes = [m.value for m in flat.mapped], [m.axis for m in flat.mapped]
+            error = error_of_a_lane(lambda xs: _called(fun, *flat.rebuild(xs)), values, axes)
+            if error is None:
+                raise
+            raise error from None
 
     def batch(flat: FlatArguments, own: Sequence[range] = ()) -> Tree:
         mapped = flat.mapped
@@ -442,3 +452,7 @@ def _made_by_vmap(batched: Any) -> tuple[Callable[..., Any], dict[str, Any]] | N
     made = getattr(batched, "__dict__", {}).get(_MADE_OF)
     # What wraps a function, as `jax.jit` does, gets its attributes, but another `__wrapped__`.
     return made if made is not None and made[0] is batched.__wrapped__ else None
+
+
+def _called(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tree:
+    return fun(*args, **kwargs)

@@ -448,9 +448,11 @@ def _nest(nested: NestedLoop, t: Thresholds, request: Request) -> NestDecision:
     cheap = price.of(size) < t.min_work_inside
     if alone * _MAX_SLOWDOWN >= size and (length is None or length > 2 * PROBED):
         moving = price_of_moving(nest.slots, nest.slots).of(size)
-        # Lanes together take this much less, in tiles of the loops inside, or in one flat loop.
+        # Lanes together take this much less, in tiles of the loops inside, or in one flat loop. If
+        # they leave the outer loop as well, those by themselves gain more.
         saved = (size / alone - 1) * _FEW_INSIDE * price.of(size)
-        if saved <= (0 if cheap and _fits_tiles(t, size, nest.inside) else moving):
+        tiled = cheap and _fits_tiles(t, size, nest.inside)
+        if length is None or saved <= (0 if tiled else moving):
             return Probed(size / alone)
     if cheap:
         return Masked(_CHEAP_INSIDE)

@@ -11,8 +11,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_jaxpr
+from jax import lax
+from jax.core import Tracer, eval_jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from batchax import _compat
@@ -37,6 +39,49 @@ whatever_jit = jax.disable_jit(False)
 def is_out_of_memory(error: Exception) -> bool:
     """Returns whether a program ran out of memory, in which case it has not run."""
     return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def error_of_a_lane(
+    run: Callable[..., Any], values: Values, axes: Sequence[Any]
+) -> RuntimeError | None:
+    """Finds the error that lanes raise under ``jax.vmap``, after all together failed.
+
+    Returns None if they raise none other than JAX's, or cannot run there.
+    """
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in values):
+        return None
+    traced = any(isinstance(x, Tracer) for x in values)
+    if not (traced or all(getattr(x, "is_fully_addressable", True) for x in values)):
+        return None
+    pairs = list(zip(values, axes, strict=True))
+    # A library may convert the error of a host callback in the Python frame that runs the
+    # operations, as `equinox.error_if` does, and all lanes run outside of that frame. So they run
+    # again as ``jax.vmap`` runs them, up to the first block that fails. Traced values are of a
+    # transformation outside of `jit`: what it keeps of them is for all lanes.
+    lanes = min((x.shape[a] for x, a in pairs if a is not None), default=1)
+    block = lanes if traced else _LANES
+
+    def part(first: int, end: int) -> list[Value]:
+        cut = lambda x, a: x if a is None else lax.slice_in_dim(x, first, end, axis=a)
+        return [cut(x, a) for x, a in pairs]
+
+    try:
+        one = [x if a is None else jnp.take(x, 0, axis=a) for x, a in pairs]
+        if not may_call_python.in_program(jax.make_jaxpr(run)(one)):
+            return None
+        for first in range(0, lanes, block):
+            end = min(first + block, lanes)
+            jax.vmap(run, in_axes=(list(axes),), axis_size=end - first)(part(first, end))
+    except jax.errors.JaxRuntimeError:
+        return None
+    except RuntimeError as error:
+        return error
+    except Exception:  # such as of the name of an axis, which lanes do not have here
+        return None
+    return None
+
+
+_LANES = 256
 
 
 def _may_call_python(eqn: Eqn) -> bool:

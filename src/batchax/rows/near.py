@@ -26,7 +26,7 @@ from batchax.rows.call import Shorter
 from batchax.rows.index import moved, row_places
 from batchax.rows.layouts import Constant, RowProgram, RowStep
 from batchax.rows.packed_forms import offset_in_row
-from batchax.rows.padded_rules.own_steps import run_own_steps
+from batchax.rows.padded_rules.own_steps import Steps, run_own_steps
 from batchax.rows.sizes import ragged_axes
 
 # Bytes that the loop reads and writes at once. XLA compiles loops as one function if a step touches
@@ -53,7 +53,8 @@ def shortened(
     if is_key or not (near and rows and fits and len(args) == len(read)):
         return _gathered(x, own)
 
-    def loop(x: Value, *args: Value) -> list[Any]:
+    def loop(_: Steps, values: Values) -> list[Any]:
+        x, *args = values
         flat = [y.reshape(-1) for y in args]
         begins, sizes = (jnp.asarray(y, int32) * int32(each) for y in (starts, own.lengths))
         # Behind the last row are zeros, which no window writes over. XLA makes several kernels of a
@@ -83,8 +84,9 @@ def shortened(
         out = lax.fori_loop(0, rows, row, (zero, out))[1]
         return [out.reshape(own.capacity, *x.shape[1:])]
 
-    gather = lambda x, *_: [_gathered(x, own)]
-    return run_own_steps(gather, loop, [x, *args])[0]
+    gather = lambda _, values: [_gathered(values[0], own)]
+    no_steps = Steps(zero, zero, ())  # of a scan: here the loop is over rows
+    return run_own_steps(gather, loop, no_steps, [x, *args], 0)[0]
 
 
 def _gathered(x: Value, own: Shorter) -> jax.Array:
