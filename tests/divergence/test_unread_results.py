@@ -153,7 +153,8 @@ def nested(x, other=1.0):
         going = lambda state: (jnp.abs(state[1] ** 2 - y) > 1e-4 * y) & (state[0] < 30)
         return lax.while_loop(going, once, (jnp.int32(0), y + 1, record, 0 * y))
 
-    (y, record), (ys, firsts) = lax.scan(step, (x, jnp.zeros(7) + x), other * jnp.arange(1.0, 4.0))
+    others = (other * jnp.arange(1.0, 4.0)).astype(x.dtype)
+    (y, record), (ys, firsts) = lax.scan(step, (x, jnp.full(7, x)), others)
     return y + ys.sum(), record, firsts
 
 

@@ -47,8 +47,10 @@ def one_after_another(fun):
 
     for _ in module.computations:  # which are inside one another
         calling |= {n for n, c in module.computations.items() if any(map(calls, c.instructions))}
+    inside = {n for c in module.computations.values() for i in c.instructions for n in i.called}
+    (entry,) = module.computations.keys() - inside
     waits_for, found = {}, []
-    for one in module.computations[module.entry].instructions:
+    for one in module.computations[entry].instructions:
         waits_for[one.name] = set(one.operands).union(*(waits_for[o] for o in one.operands))
         found += [one.name] if calls(one) else []
     assert len(found) > 1

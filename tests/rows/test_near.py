@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.compiles(200)
 @pytest.mark.parametrize(("shape", "name", "x64"), CASES, ids=str)
 def test_shorter_rows_are_those_of_each_row(shape, name, x64):
     with jax.enable_x64(x64):
@@ -86,6 +87,7 @@ def test_shorter_rows_of_keys():
     assert (out.data[: len(own)] == own).all()
 
 
+@pytest.mark.compiles(200)
 @pytest.mark.parametrize(("compiled", "options"), [(True, {}), (False, {"batch_size": 3})])
 def test_shorter_rows_of_known_lengths(compiled, options):
     lengths = LENGTHS["mixed"]

@@ -157,7 +157,9 @@ def _found(
     kinds = [_kinds(jnp.stack(alike)) for alike in worsts]
     if len(made) == len(at) and not any(x.parents for x in made):  # arguments
         kind = jnp.concatenate(kinds)[np.array([at[x] for x in links_left]), None]
-        rows = jnp.where(np.arange(FIRST_LOOP + depth) == KIND, kind, _rows(links_left, depth))
+        rows = jnp.where(
+            np.arange(FIRST_LOOP + depth)[None] == KIND, kind, _rows(links_left, depth)
+        )
         return jnp.where(kind > 0, rows, 0)
     kinds += [jnp.stack([origin[KIND] for origin in origins])] if origins else []
     kind = jnp.concatenate(kinds)
@@ -169,13 +171,13 @@ def _found(
     # steps reach the first bad value.
     for _ in range(max(max(lengths.values()) - 2, 0).bit_length()):
         further = _taken(state, state[:, 0])
-        state = jnp.where((np.arange(2) > 0) & (state[:, 1:] > 0), state, further)
+        state = jnp.where((np.arange(2)[None] > 0) & (state[:, 1:] > 0), state, further)
     others = [*origins, *[nowhere(depth)] * len(joints)]
     own = jnp.concatenate([_rows(made, depth), *(x[None] for x in others)])
     places = np.array([at[x] for x in links_left])
     state, kind = _taken(state, places), _taken(kind, places)[:, None]
     rows, turned = _taken(own, state[:, 0]), state[:, 1:]
-    column = np.arange(FIRST_LOOP + depth)
+    column = np.arange(FIRST_LOOP + depth)[None]
     rows = jnp.where((column == TURNED) & (turned > 0), turned, rows)
     rows = jnp.where(column == KIND, kind, rows)
     return jnp.where(kind > 0, rows, 0)
@@ -227,7 +229,7 @@ def _blamed(order: Sequence[Link], at: dict[Link, int], kind: Value) -> Value:
         table[k, : len(of)] = [at[p] for p in of]
     # The worst, of these the first, and which it is, in one number.
     kinds = jnp.where(is_parent, _taken(kind, table.reshape(-1)).reshape(table.shape), FINITE)
-    rank = (kinds * width + np.arange(width, dtype=np.int32)[::-1]) * np.int32(count) + table
+    rank = (kinds * width + np.arange(width, dtype=np.int32)[None, ::-1]) * np.int32(count) + table
     best = rank.max(1)
     of_worst, chosen = lax.div(best, np.int32(count * width)), lax.rem(best, np.int32(count))
     has_parent = of_worst > FINITE

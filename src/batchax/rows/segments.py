@@ -142,8 +142,9 @@ def _on_cpu(
 
         return [repeat(count, row, lax.full((count * each,), neutral, x.dtype))]
 
-    types = [jax.typeof(x).update(shape=(count * each,))]
-    (out,) = _compat.single_kernel(run, types, [x.reshape(-1), starts, lengths])
+    flat = x.reshape(-1)
+    types = [jax.typeof(flat).update(shape=(count * each,))]
+    (out,) = _compat.single_kernel(run, types, [flat, starts, lengths])
     return out.reshape(count, *x.shape[1:])
 
 
