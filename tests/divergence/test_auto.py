@@ -63,7 +63,6 @@ def test_lanes_of_cheap_steps_run_sequentially(fun):
     same(nested(ours), nested(theirs), None)
 
 
-@pytest.mark.compiles(150)  # its sorts
 @pytest.mark.parametrize(("operations", "widths"), [(450, (64, 4)), (540, None)])
 def test_long_steps_are_compiled_once(operations, widths):
     def body(x):
@@ -72,7 +71,7 @@ def test_long_steps_are_compiled_once(operations, widths):
             x = lax.add(x, lax.slice(wide, (0, 0), (3, 3)))
         return [x]
 
-    program = _compat.stage(body, [jax.typeof(jnp.zeros((3, 3)))])
+    program = _compat.stage(body, [jax.typeof(jnp.zeros((3, 3), np.float32))])
     decision = decide(Loop(64, None, program, (True,)), TABLE["cpu-small"], Request())
     assert getattr(decision, "widths", None) == widths
     assert widths or decision == Masked("a step is too long to be compiled again")

@@ -272,6 +272,7 @@ def test_no_lane_has_a_kernel_of_its_own():
     assert not re.findall(r"f32\[(?:64,3,3|576,)", text)
 
 
+@pytest.mark.compiles(150)
 @pytest.mark.parametrize("double", [False, True])
 def test_rows_are_added_up_likewise(double):
     """Of a matrix over rows, and of a kernel over images: of no row there is one of its own."""
