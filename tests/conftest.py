@@ -285,7 +285,7 @@ def own_registrations(monkeypatch):
 @pytest.fixture
 def free_groups(monkeypatch):
     """Groups of rows cost nothing to compile, so that there are three, if any gain anything."""
-    monkeypatch.setattr(size_classes, "_RUNS", float("inf"))
+    monkeypatch.setattr(size_classes, "RUNS_OF_ROWS", float("inf"))
     monkeypatch.setattr(size_classes, "_MOST_GROUPS", 3)
 
 

@@ -36,8 +36,8 @@ def summary(results: Sequence[RowResult]) -> str:
     if token_wise:
         times = [1 / r.run.value for r in token_wise]
         points.append(
-            f"Work for each element by itself takes 1/{min(times):.1f} to 1/{max(times):.1f} of "
-            f"the time of rows padded by hand, which hold {waste():.1f} elements for each true one"
+            f"Work for each element by itself is {min(times):.1f}x to {max(times):.1f}x faster "
+            f"than with rows padded by hand, which hold {waste():.1f} elements for each true one"
         )
     others = [r for r in padded if not r.workload.token_wise]
     if others:

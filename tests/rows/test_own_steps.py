@@ -154,7 +154,7 @@ def test_rows_are_read_where_they_are_packed_by_a_loop_that_is_one_kernel():
 def halves(monkeypatch):
     """Rows run in halves, however little that saves."""
     monkeypatch.setattr(own_steps, "_SORTED", 0.0)
-    monkeypatch.setattr(own_steps, "_RUNS", 1e9)
+    monkeypatch.setattr(own_steps, "RUNS_OF_ROWS", 1e9)
 
 
 def recurrent(x, reverse=False):

@@ -740,3 +740,4 @@ STEP = 1_000.0  # of a loop that runs operations of one lane
 CALLBACK = 10_000.0  # a call of Python
 BLOCK = 6_000.0  # to begin a block of rows, and to write what it computed
 COMPILED_STEP = 10_000_000.0  # to compile an operation once more
+RUNS_OF_ROWS = 1_000  # of a compiled program of rows, over which the time to compile is spread

@@ -79,7 +79,7 @@ def _module(lines: Sequence[str]) -> Module:
         elif (made := _LINE.match(line)) is not None:
             instructions.append(_instruction(*made.groups()[1:]))
             root = made[2] if made[1] else root
-    computations[entry]  # a text without an entry is no program
+    computations[entry]  # raises if the text has no entry
     return Module(computations)
 
 

@@ -229,10 +229,10 @@ def fits_lowered_kernel(jaxpr: Jaxpr) -> bool:
 
 def _may_be(jaxpr: Jaxpr) -> bool:
     variables = (*jaxpr.constvars, *jaxpr.invars)
-    return _compat.single_kernels() and not any(is_small_float(v.aval) for v in variables)
+    return _compat.single_kernels() and not any(_is_small_float(v.aval) for v in variables)
 
 
-def is_small_float(aval: Aval) -> bool:
+def _is_small_float(aval: Aval) -> bool:
     # CPUs have no arithmetic for these. XLA inserts float32 around each operation of functions that
     # it compiles through MLIR, but not of this one. LLVM does so for some only: in jaxlib 0.12 a
     # bitcast of bfloat16 ends the process ("Do not know how to soft promote this operator's
@@ -244,7 +244,7 @@ def is_small_float(aval: Aval) -> bool:
 def _is_other(eqn: Eqn, others: Anywhere) -> bool:
     name = eqn.primitive.name
     facts = facts_of(eqn.primitive)
-    if any(is_small_float(v.aval) for v in eqn.outvars):
+    if any(_is_small_float(v.aval) for v in eqn.outvars):
         return True
     if name in _ANYWHERE or facts.alias or facts.is_plain_call:
         return False

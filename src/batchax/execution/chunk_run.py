@@ -20,7 +20,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.analysis.cost import LAUNCH, STEPS, VECTORIZED, cost_of_program
-from batchax.analysis.one_function import fits_single_kernel, is_small_float
+from batchax.analysis.one_function import fits_single_kernel
 from batchax.execution import gathered_lanes
 from batchax.execution.chunk_loop import (
     ActiveMask,
@@ -202,49 +202,17 @@ class _Chunks:
         gathered = None
         if self.picked is not None:
             gathered = gathered_lanes.of_chunk(*self.picked, start, width)
-        specs = loop.operands
-        part = lambda x, spec: _part(x, spec, start, index, width, gathered)
-        in_order = self.picked is not None and self.picked[0] is None
-        if gathered is not None and in_order and jax.default_backend() == "cpu":
-            following, parts = _of_lane(part, operands, specs, start)
-            gathered = gathered._replace(following=following)
-        else:
-            parts = list(map(part, operands, specs))
+        parts = [
+            _part(x, spec, start, index, width, gathered)
+            for x, spec in zip(operands, loop.operands, strict=True)
+        ]
         return inline_jaxpr(program, [start, *parts]), gathered
 
-    def step(self, index: Value, width: int, results: Values) -> list[Value]:
-        outs, gathered = self.run(index, width)
+    def step(
+        self, index: Value, width: int, results: Values, start: Value | None = None
+    ) -> list[Value]:
+        outs, gathered = self.run(index, width, start)
         return collect(self.loop, results, outs, index, gathered)
-
-
-def _of_lane(
-    part: Callable[[Value, Operand], Value],
-    operands: Values,
-    specs: Sequence[Operand],
-    lane: Value,
-) -> tuple[Value, list[Value]]:
-    """Returns the lane that follows, and what each operand is to a single lane.
-
-    One kernel reads all of it: XLA for CPUs takes ten milliseconds to compile each.
-    """
-    # A kernel ends the process where it holds a small float, or reads nothing of an operand.
-    fits = lambda x: x.size > 0 and not is_small_float(jax.typeof(x))
-    axes = {
-        k: spec.axis
-        for k, (x, spec) in enumerate(zip(operands, specs, strict=True))
-        if isinstance(spec, (Gathered, GatheredOrZero)) and fits(x)
-    }
-
-    def read(lane: Value, *xs: Value) -> list[Value]:
-        parts = [part_of(x, lane, axis, 1) for x, axis in zip(xs, axes.values(), strict=True)]
-        return [lax.add(lane, np.int32(1)), *parts]
-
-    given = [lane, *(operands[k] for k in axes)]
-    types = _compat.stage(read, list(map(jax.typeof, given))).out_avals
-    following, *parts = _compat.single_kernel(read, types, given)
-    sliced = dict(zip(axes, parts, strict=True))
-    whole = lambda k: part(operands[k], specs[k])
-    return following, [sliced[k] if k in sliced else whole(k) for k in range(len(specs))]
 
 
 def _picked(mask: Value, spec: Operand, chunk: int) -> tuple[Any, Any]:
@@ -277,11 +245,8 @@ def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> lis
         # It counts lanes, not chunks: how many of these there are is one more operation to compile.
         def once(state: tuple[Any, list[Any]]) -> tuple[Any, list[Value]]:
             start, results = state
-            index = lax.div(start, width)
-            outs, gathered = chunks.run(index, chunks.width, start)
-            results = collect(chunks.loop, results, outs, index, gathered)
-            following = None if gathered is None else gathered.following
-            return lax.add(start, width) if following is None else following, results
+            results = chunks.step(lax.div(start, width), chunks.width, results, start)
+            return lax.add(start, width), results
 
         return while_loop(lambda state: is_left(state[0]), once, (first, results))[1]
     if not rest:

@@ -54,7 +54,6 @@ class GatheredLanes(NamedTuple):
     counts: Any  # for each, whether it is not a stand-in
     places: Any  # indices to write to; out of bounds for stand-ins, which are dropped
     alone: Any = None  # the index of the only lane; None if the chunk has slots for several
-    following: Any = None  # and the index after it, if that is known
 
 
 def in_order(active: Value, room: int) -> tuple[Any, Any]:

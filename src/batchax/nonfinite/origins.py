@@ -378,7 +378,7 @@ class Evaluator:
     def _link(self, x: Value, eqn: Eqn | None, number: int, *more: Any) -> Link:
         """Makes the link of a result of an equation, or of another value."""
         axis = None if self._lanes is None else self._lanes.axis_of(eqn, jax.typeof(x))
-        if axis is not None and number:  # 0 is no place, as that of a part of a value
+        if axis is not None and number:  # 0: of a part of a value, which has no place
             self._places.of_lanes.add(number)
         return link(x, number, *more, axis=axis, lanes=self._lanes)
 

@@ -1,8 +1,7 @@
 """Which rows are in which block, where blocks of one class are of the same size.
 
-On a CPU a short loop over rows finds that, and another one where their elements are, in a single
-kernel. Running sums, gathers, and a scatter are thirty kernels, and two loops with what they begin
-with, and what is read of their results, twelve: XLA takes ten milliseconds for each.
+On a CPU a short loop over rows finds that, and another one where their elements are. Running sums,
+gathers, and a scatter are thirty kernels, and XLA takes ten milliseconds to compile each.
 """
 
 from __future__ import annotations
@@ -177,18 +176,12 @@ def _parts(operands: Values, blocks: _Blocks) -> tuple[Values, list[Values]]:
 
 def _places_on_cpu(*operands: Value, blocks: _Blocks) -> list[Any]:
     lengths, rest = _parts(operands, blocks)
-    read = [*lengths, *(x for starts, _, _, own in rest for x in (starts, own))]
-    capacity = [row.shape[0] for _, row, _, _ in rest]
-
-    def run(*read: Value) -> list[Any]:
-        found, pairs = _rows_by_loop(read[: len(lengths)], blocks), read[len(lengths) :]
-        _, number, *_, at, row = found
-        for k, (widths, room) in enumerate(blocks.lines):
-            line = pairs[2 * k], pairs[2 * k + 1], capacity[k], widths, room
-            found += _line_by_loop(number, at, row, blocks, *line)
-        return found
-
-    return _compat.single_kernel(run, _types(*operands, blocks=blocks), read)
+    found = _rows_by_loop(lengths, blocks)
+    _, number, *_, at, row = found
+    for (starts, row_of, _, own), (widths, room) in zip(rest, blocks.lines, strict=True):
+        line = starts, own, row_of.shape[0], widths, room
+        found += _line_by_loop(number, at, row, blocks, *line)
+    return found
 
 
 def _rows_by_loop(lengths: Values, blocks: _Blocks) -> list[Any]:

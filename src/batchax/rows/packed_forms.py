@@ -149,7 +149,7 @@ def packed_move(eqn: Eqn, bounds: Mapping[str, int]) -> Move | None:
 
 
 def offset_in_row(eqn: Eqn, bounds: Mapping[str, int]) -> int | None:
-    """Where a part of packed rows begins in each, along the first axis; None if it is no part."""
+    """Where a part of packed rows begins in each, along the first axis; None for others."""
     if packed_move(eqn, bounds) is None:
         return None
     if eqn.primitive.name == "slice":

@@ -113,38 +113,34 @@ def _on_cpu(
     most = np.int32(x.size - wide * each)
     spread = lambda x: lax.broadcast(x, (wide * each,))
 
-    def run(flat: Value, starts: Value, lengths: Value) -> list[Any]:
-        first, within = spread(neutral), np.arange(wide * each, dtype=np.int32)
-
-        def row(r: Value, out: Value) -> Value:
-            begin = lax.mul(entry_of(starts, r), size_of_each)
-            size = lax.mul(entry_of(lengths, r), size_of_each)
-            whole = lax.div(size, numbers)
-
-            def window(k: Value, total: Value) -> Value:
-                return combine(
-                    total, part_of(flat, lax.add(begin, lax.mul(k, numbers)), 0, wide * each)
-                )
-
-            total = repeat(whole, window, first)
-            # The last window holds what is left of the row. At the end of the array it reaches
-            # back.
-            last = lax.add(begin, lax.mul(whole, numbers))
-            at = lax.min(last, most)
-            ends = lax.sub(lax.add(begin, size), at)
-            own = lax.bitwise_and(
-                lax.ge(within, spread(lax.sub(last, at))), lax.lt(within, spread(ends))
-            )
-            total = combine(total, lax.select(own, part_of(flat, at, 0, wide * each), first))
-            while total.shape[0] > each:
-                total = combine(*lax.split(total, (total.shape[0] // 2,) * 2))
-            return put_part(out, total, lax.mul(r, size_of_each))
-
-        return [repeat(count, row, lax.full((count * each,), neutral, x.dtype))]
-
     flat = x.reshape(-1)
-    types = [jax.typeof(flat).update(shape=(count * each,))]
-    (out,) = _compat.single_kernel(run, types, [flat, starts, lengths])
+    first, within = spread(neutral), np.arange(wide * each, dtype=np.int32)
+
+    def row(r: Value, out: Value) -> Value:
+        begin = lax.mul(entry_of(starts, r), size_of_each)
+        size = lax.mul(entry_of(lengths, r), size_of_each)
+        whole = lax.div(size, numbers)
+
+        def window(k: Value, total: Value) -> Value:
+            return combine(
+                total, part_of(flat, lax.add(begin, lax.mul(k, numbers)), 0, wide * each)
+            )
+
+        total = repeat(whole, window, first)
+        # The last window holds what is left of the row. At the end of the array it reaches
+        # back.
+        last = lax.add(begin, lax.mul(whole, numbers))
+        at = lax.min(last, most)
+        ends = lax.sub(lax.add(begin, size), at)
+        own = lax.bitwise_and(
+            lax.ge(within, spread(lax.sub(last, at))), lax.lt(within, spread(ends))
+        )
+        total = combine(total, lax.select(own, part_of(flat, at, 0, wide * each), first))
+        while total.shape[0] > each:
+            total = combine(*lax.split(total, (total.shape[0] // 2,) * 2))
+        return put_part(out, total, lax.mul(r, size_of_each))
+
+    out = repeat(count, row, lax.full((count * each,), neutral, x.dtype))
     return out.reshape(count, *x.shape[1:])
 
 

@@ -25,7 +25,7 @@ from jax.core import eval_jaxpr
 from jax.extend.core.primitives import cond_p
 
 from batchax import _compat
-from batchax.analysis.cost import BLOCK, COMPILED_STEP, ROWS
+from batchax.analysis.cost import BLOCK, COMPILED_STEP, ROWS, RUNS_OF_ROWS
 from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.chunk_loop import (
     WHOLE,
@@ -112,7 +112,6 @@ _WORTH = 50_000_000.0  # the same where many rows run at a time
 # At most, of the estimated time with fewer classes: each class takes as long to compile as the
 # first. programs: energies and forces of 300 molecules, attention over 64 sets (first calls).
 _GAIN_OF_A_CLASS = 0.9
-_RUNS = 1_000  # of a compiled program, over which the time to compile it is spread
 _LEAST_BLOCKS = 16  # that rows of one length should make
 
 
@@ -242,7 +241,7 @@ def _joined(program: RowProgram, costs: Costs) -> float:
 
 
 def _compiling(groups: int, steps: Sequence[RowStep]) -> float:
-    return groups * len(steps) * COMPILED_STEP / _RUNS
+    return groups * len(steps) * COMPILED_STEP / RUNS_OF_ROWS
 
 
 Times = Callable[[Mapping[str, int]], np.ndarray]

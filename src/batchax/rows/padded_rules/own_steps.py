@@ -21,7 +21,14 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
-from batchax.analysis.cost import COMPILED_STEP, LAUNCH, STEPS, VECTORIZED, cost_of_program
+from batchax.analysis.cost import (
+    COMPILED_STEP,
+    LAUNCH,
+    RUNS_OF_ROWS,
+    STEPS,
+    VECTORIZED,
+    cost_of_program,
+)
 from batchax.analysis.one_function import fits_lowered_kernel, lower_for_kernel
 from batchax.cache import cached_on
 from batchax.execution.gathered_lanes import taken_at
@@ -181,12 +188,12 @@ def _pays(axis: Axis, loop: ClosedJaxpr, axes: Positions, most: int) -> bool:
     moved = sum(a is not None for a in axes) + 2 * carried
     sorting = _SORTED * axis.size + 2 * LAUNCH * moved
     operations = sum(1 for _ in with_inside(body.eqns))
-    return saved >= 2 * sorting + operations * COMPILED_STEP / _RUNS
+    return saved >= 2 * sorting + operations * COMPILED_STEP / RUNS_OF_ROWS
 
 
+# Programs: a GRU over 128 series.
 _LEAST = 16  # lanes
 _SORTED = 150.0  # nanoseconds to sort a lane, and back
-_RUNS = 1_000  # of a compiled program, over which the time to compile it is spread
 
 
 def _find(program: ClosedJaxpr, primitive: str) -> list[Eqn]:
