@@ -144,7 +144,7 @@ def by_operations(fun):
     ("loop", "sums", "x", "most"),
     [
         (lambda x: places_where(x, 50), lambda x: _places(x, size=50), np.ones(90, bool), 1 / 2),
-        (in_blocks, by_operations(in_blocks), np.ones(90, np.int32), 1 / 4),
+        (in_blocks, by_operations(in_blocks), np.ones(90, np.int32), 0.3),
     ],
 )
 def test_a_loop_is_fewer_kernels(loop, sums, x, most):
