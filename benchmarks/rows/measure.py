@@ -69,7 +69,7 @@ class RowResult:
 def ours(workload: RowWorkload) -> Callable[[Rows, Weights], Any]:
     """All rows by batchax."""
     batched = bx.vmap(workload.row, in_axes=(0, None), buckets=workload.buckets)
-    if not workload.images:
+    if not workload.known:
         return lambda rows, weights: batched(rows.ragged, weights)
 
     def of_images(rows: Rows, weights: Weights) -> Any:

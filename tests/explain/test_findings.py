@@ -73,7 +73,7 @@ def for_all_lanes(x):
 
 @for_all_lanes.def_vmap
 def _(axis_size, in_batched, x):
-    assert axis_size == B
+    assert axis_size in (B, 10)
     return jax.vmap(for_all_lanes.fun)(x), True
 
 
@@ -445,6 +445,12 @@ def test_advice_is_measured_and_given_where_it_pays(pays, monkeypatch):
     for shown in (str(explanation), explanation._repr_html_()):
         assert ("divergence='compact'" if "<" not in shown else "divergence=") in shown
     assert "compiled in" in str(explanation)
+
+
+def test_few_lanes_are_not_put_into_chunks_of_one():
+    (advice,) = found(loop_of_a_rule, f32(10, 32))
+    assert 'divergence="serial"' in advice.remedy
+    assert "batch_size" not in advice.remedy
 
 
 def test_who_turned_it_off_is_told_of_the_default_where_that_surely_pays():

@@ -363,6 +363,11 @@ def test_reverse_mode_of_a_while_loop():
         assert any("batchax.bounded_while" in note for note in caught.value.__notes__)
 
 
+def test_a_key_for_each_lane_says_not_how_many():
+    with pytest.raises(bx.AxisError, match=r"key gives each lane its own value.* axis_size"):
+        bx.vmap(lambda key: jax.random.normal(key), bx.split_key)(jax.random.key(0))
+
+
 # Outputs. What a function returns is known only once it has been called.
 
 

@@ -46,7 +46,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import MappedProgram, example_aval, remembered, stage_described
 from batchax.kernel.interpreter import WHOLE, checks_nans_here, hide_from_debug_nans
-from batchax.kernel.own_primitive import placeholder
+from batchax.kernel.own_primitive import held, released
 from batchax.kernel.registry import call_key
 
 Self = TypeVar("Self", bound="Call")
@@ -356,16 +356,6 @@ def _whole(call: Call) -> _Whole:
     return kept
 
 
-_held_p = placeholder(
-    "held", lambda *_, held: ([v.aval for v in held.eqn.outvars], held.eqn.effects)
-)
-
-
-@dataclass(frozen=True, eq=False)
-class _Held:
-    eqn: Eqn
-
-
 def without_references(program: ClosedJaxpr, name: Hashable | None, size: Value) -> ClosedJaxpr:
     """Removes the references that `program` creates, which may use the axis `name`."""
     if not _compat.makes_references(program.effects):
@@ -374,8 +364,8 @@ def without_references(program: ClosedJaxpr, name: Hashable | None, size: Value)
     def with_values() -> ClosedJaxpr:
         # JAX discharges references by tracing again. Equations that touch none are held in a
         # placeholder meanwhile, so that they stay as they are.
-        held = rewritten(program, _hold)
-        return rewritten(_compat.without_references(held, name, size), _release)
+        left = rewritten(program, _hold)
+        return rewritten(_compat.without_references(left, name, size), _release)
 
     return remembered(program, ("without references", name, size), with_values)
 
@@ -383,14 +373,11 @@ def without_references(program: ClosedJaxpr, name: Hashable | None, size: Value)
 def _hold(eqn: Eqn, inside: Inside) -> Eqn:
     if _compat.touches_references(eqn):
         return eqn.replace(params=inside())
-    return eqn.replace(primitive=_held_p, params={"held": _Held(eqn)})
+    return held(eqn)
 
 
 def _release(eqn: Eqn, inside: Inside) -> Eqn:
-    if eqn.primitive is not _held_p:
-        return eqn.replace(params=inside())
-    was = eqn.params["held"].eqn
-    return eqn.replace(primitive=was.primitive, params=was.params, effects=was.effects)
+    return released(eqn) or eqn.replace(params=inside())
 
 
 def mapped_as_values(call: Call) -> tuple[Call, Callable[[Outputs], Outputs]]:

@@ -287,6 +287,12 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: int | None, terms: Terms
     sizes = [n for m in mapped if (n := m.lanes) is not None]
     if not sizes:
         if axis_size is None:
+            if mapped:  # such as the key of `split_key`
+                raise AxisError(
+                    f"{mapped[-1].path} gives each lane its own value, and no argument has an axis "
+                    f"of {terms.lanes}, so their number is unknown. Pass {terms.size}, or map an "
+                    "argument over an axis."
+                )
             raise AxisError(
                 "nothing is mapped: every in_axes entry is None or covers no array, so the "
                 f"number of {terms.lanes} is unknown. Map at least one argument, or pass "

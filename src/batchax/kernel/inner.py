@@ -69,6 +69,7 @@ from batchax.kernel.named_axes import (
     vary_over,
     without_mesh,
 )
+from batchax.kernel.own_primitive import held, placeholder, released
 from batchax.kernel.registry import registrations
 
 T = TypeVar("T")
@@ -600,8 +601,7 @@ def _leaves_unread(jaxpr: Jaxpr) -> bool:
 
 
 _has_loop = Anywhere(lambda eqn: eqn.primitive is while_p)
-_held_p, _loop_p = _compat.Primitive("held"), _compat.Primitive("while")
-_held_p.multiple_results = _loop_p.multiple_results = True
+_loop_p = placeholder("while")
 _ENTERED = jit_p, while_p, scan_p, cond_p, _compat.find_primitive("custom_jvp_call")
 
 
@@ -617,7 +617,7 @@ def _hold(eqn: Eqn, inside: Inside) -> Eqn:
     if eqn.primitive in _ENTERED and _has_loop.in_equation(eqn) and not closed_over(eqn):
         loop = eqn.primitive is while_p
         return eqn.replace(primitive=_loop_p if loop else eqn.primitive, params=inside())
-    return eqn.replace(primitive=_held_p, params={"held": eqn})
+    return held(eqn)
 
 
 @cached_on("programs whose loops carry what is read")
@@ -626,11 +626,8 @@ def _released(program: Any) -> Any:
 
 
 def _release(eqn: Eqn, inside: Inside) -> Eqn:
-    if eqn.primitive is _held_p:
-        held = eqn.params["held"]
-        return eqn.replace(primitive=held.primitive, params=held.params)
     if not programs_held(eqn):
-        return eqn
+        return released(eqn) or eqn
     loop = eqn.primitive is _loop_p
     return eqn.replace(primitive=while_p if loop else eqn.primitive, params=inside())
 

@@ -319,15 +319,33 @@ def declare(name: str, several: bool = True) -> _compat.Primitive:
     return primitive
 
 
-def placeholder(name: str, types: Callable[..., Any]) -> _compat.Primitive:
+def placeholder(name: str, types: Callable[..., Any] | None = None) -> _compat.Primitive:
     """Makes a primitive that is temporarily in a jaxpr. It is not run, batched, or differentiated.
 
-    `types` maps operand types and parameters to result types and effects.
+    `types` maps operand types and parameters to result types and effects, for a jaxpr that is
+    traced again.
     """
     primitive = _compat.Primitive(name)
     primitive.multiple_results = True
-    primitive.def_effectful_abstract_eval(types)
+    if types is not None:
+        primitive.def_effectful_abstract_eval(types)
     return primitive
+
+
+_held_p = placeholder("held", lambda *_, held: ([v.aval for v in held.outvars], held.effects))
+
+
+def held(eqn: Eqn) -> Eqn:
+    """Holds an equation as a primitive that JAX does not know, which leaves it as it is."""
+    return eqn.replace(primitive=_held_p, params={"held": eqn})
+
+
+def released(eqn: Eqn) -> Eqn | None:
+    """Returns the equation that `held` holds, of the operands that it has now; None for others."""
+    if eqn.primitive is not _held_p:
+        return None
+    was = eqn.params["held"]
+    return eqn.replace(primitive=was.primitive, params=was.params, effects=was.effects)
 
 
 _declared: list[_compat.Primitive] = []

@@ -172,7 +172,10 @@ def _remedy_of_loops(context: FindingContext, record: Record) -> dict[str, Any]:
             "when they are done."
         )
         return {"remedy": remedy}
-    size = max(1, context.each // _CHUNKS)
+    size = context.each // _CHUNKS
+    if size < 2:
+        remedy = 'Pass divergence="serial" if lanes differ much: so few then end one by one.'
+        return {"remedy": remedy}
     remedy = (
         "Sort the batch by how many steps lanes are likely to take, and pass "
         f"batch_size={size}: the loop of each chunk ends with its own last lane."
