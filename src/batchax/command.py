@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TypeError, ValueError) as error:  # the function does not fit its arguments, mostly
         if "function" not in options or sys.flags.dev_mode:
             raise
-        print(f"batchax: {of_function(error, options.function)}", file=sys.stderr)
+        option = "--in" if "inputs" in options else "a type in --args"
+        print(f"batchax: {of_function(error, options.function, option)}", file=sys.stderr)
         return options.failed
     except BrokenPipeError:  # who reads it, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

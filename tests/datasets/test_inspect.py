@@ -51,6 +51,7 @@ def test_what_is_printed(out):
         "  quarantined  3",
         "  rate         123 rows a second, 1 h 41 min left",
     ]
+    assert "rate         43,300 rows a second" in str(Status(out, 9, 9, 0, True, None, 43300.4))
     assert " left" not in str(Status(out, 10, 5, 0, False, None, 1.0))
     assert "5 of 5 rows" in str(Status(out, 5, 5, 0, True, None, None))
     assert "0 of 0 rows" in str(Status(out, 0, 0, 0, True, None, None))

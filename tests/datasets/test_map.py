@@ -161,6 +161,11 @@ MISTAKES = {
     "no function": (bx.ArgumentTypeError, "map expects a function", lambda x: bx.map(3, x)),
     "nothing mapped": (bx.AxisError, "nothing is mapped", lambda x: bx.map(fun)),
     "all shared": (bx.AxisError, "nothing is mapped", lambda x: bx.map(fun, x, in_axes=None)),
+    "a list of rows": (
+        bx.AxisError,
+        r"(?s)x\[9\].*and 30 more arrays.*Ragged.from_rows",
+        lambda x: bx.map(fun, [np.ones(n + 1) for n in range(40)]),
+    ),
     "counts": (
         bx.AxisError,
         r"(?s)same number of rows.*x.*6 rows.*w\['w'\].*4 rows",

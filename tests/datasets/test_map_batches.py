@@ -294,6 +294,8 @@ REFUSED = [
     (lambda: bx.map_batches(jnp.sum, iter([{}])), bx.ArgumentTypeError, "item 0 has no arrays"),
     (lambda: list(bx.map_batches(dot, iter([{"x": X[0], "y": 1}, {"x": X[0]}]), batch_size=2)),
      bx.ArgumentTypeError, r"row, item 1 is .* all must be alike"),
+    (lambda: bx.map_batches(jnp.sum, iter([bx.Ragged.from_rows([X[0]])])), bx.ArgumentTypeError,
+     "item 0 is a Ragged, not an array. Pad rows"),
     (lambda: list(bx.map_batches(jnp.sum, iter([X[0], X[0, :2]]), batch_size=2)), bx.AxisError,
      r"\w+, item 1 has rows of shape \(2,\)"),
     (lambda: bx.map_batches(as_pair, iter([(X[:2], Y[:3])]), batched=True), bx.AxisError,

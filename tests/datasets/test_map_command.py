@@ -35,6 +35,10 @@ def double(x):
     return x * 2
 
 
+def both(x, y):
+    return x + y
+
+
 def draw(key, x):
     return x + jax.random.uniform(key)
 
@@ -148,7 +152,9 @@ MISTAKES = {
         1,
         "results are written to .zarr, .npy and .parquet",
     ),
-    "map model:fragile --in x.npy --out y.npy": (1, "version="),
+    "map model:fragile --in x.npy --out y.npy": (1, "--version"),
+    "map model:both --in x.npy --out y.npy": (1, "Pass --in for each argument"),
+    "map model:double --in x.npy --out y.tif": (1, "--out y.tif: results are written to"),
     "status y.npy": (1, "There is no job of y.npy: "),
     "verify y.npy": (1, "There is no job of y.npy"),
 }

@@ -169,7 +169,7 @@ def test_the_text_says_what_a_rule_did_besides():
     p, (x, y, z) = jnp.arange(4) > 1, (jnp.ones(n, "float32") for n in ((3, 4), 2, (4, 1)))
     text = str(bx.explain(f, (0, 1, None, 0))(p, x, y, z))
     (joined,) = [line for line in text.splitlines() if "= concatenate " in line]
-    assert "16 B transposed; 32 B repeated" in joined
+    assert "16 B transposed; 32 B copied for each lane" in joined
     (branch,) = [line for line in text.splitlines() if "= cond " in line]
     assert "lanes masked" in branch
     assert "branch 0, 1 time:" in text

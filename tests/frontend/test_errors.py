@@ -243,6 +243,15 @@ def test_what_is_no_function_is_refused_by_whom_it_was_given():
         bx.register_rule(jax.lax.sin_p)(3)
 
 
+def test_a_list_of_images_of_different_sizes():
+    images = [np.ones((2, 3)), np.ones((4, 3)), np.ones((2, 5))]
+    fails(
+        lambda vmap: vmap(never)(images),
+        bx.AxisError,
+        "pass batchax.Ragged.from_rows(args[0], axis=(0, 1))",
+    )
+
+
 @pytest.mark.parametrize(
     ("value", "description"),
     [

@@ -36,7 +36,7 @@ def test_what_is_of_arrays_is_refused(use):
 
 
 def test_methods_of_arrays_are_refused_and_other_names_are_not_there():
-    with pytest.raises(AttributeError, match=r"no array: it has no 'sum'.*batchax\.vmap"):
+    with pytest.raises(AttributeError, match=r"not an array: it has no 'sum'.*batchax\.vmap"):
         X.sum()
     with pytest.raises(AttributeError, match="'Ragged' object has no attribute 'mean_of_rows'"):
         X.mean_of_rows()

@@ -53,6 +53,9 @@ MISTAKES = {
         r"have 5 elements, but data, of shape \(4,\)": lambda: Ragged(
             zeros(4), ([2, 1], [2, 1]), axis=(0, 1)
         ),
+        r"may differ along axis 0 only\. Pass axis=\(0, 1\)": lambda: Ragged.from_rows(
+            [zeros((1, 2)), zeros((2, 3))]
+        ),
         r"may differ along axes \(0, 1\) only": lambda: Ragged.from_rows(
             [zeros((1, 2, 3)), zeros((2, 1, 4))], axis=(0, 1)
         ),

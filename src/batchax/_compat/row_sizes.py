@@ -72,6 +72,8 @@ class RowDimension(SIZE):
 def _of_its_class(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(self: Any, *others: object) -> Any:
+        if any(isinstance(other, tuple) for other in others):  # what iterates asks so, since 0.12
+            int(self)
         made = method(self, *others)
         own = lambda x: type(self)(x._sorted_terms, x._scope) if type(x) is SIZE else x
         return tuple(map(own, made)) if isinstance(made, tuple) else own(made)

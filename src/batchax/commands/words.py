@@ -50,17 +50,28 @@ class Mistake(Exception):
 
 def in_words_of_options(message: str, options: Collection[str]) -> str:
     """A message of the library's, with options as a command line gives them."""
+    value = lambda m: f" {m[3]}" if m[3] and m[3] != "True" else ""
+    as_flag = lambda m: f"--{m[1].replace('_', '-')}{value(m)}"
+    message = re.sub(rf"\b({'|'.join(options)})=(?:([\"']?)([\w.]+)\2)?", as_flag, message)
+    # Words without an underscore are those of sentences, too.
     names = "|".join(name for name in options if "_" in name)
-    as_flag = lambda m: f"--{m[1].replace('_', '-')} {m[3]}"
-    return re.sub(rf"\b({names})=(\"?)([\w.]+)\2", as_flag, message) if names else message
+    as_word = lambda m: f"--{m[1].replace('_', '-')}"
+    return re.sub(rf"\b({names})\b", as_word, message) if names else message
 
 
-def of_function(error: Exception, name: str) -> str:
-    """In a line, an error that is raised where a function is run: what, and at which line."""
+_MISSING = re.compile(r"missing \d+ required positional argument")
+
+
+def of_function(error: Exception, name: str, option: str) -> str:
+    """In a line, an error that is raised where a function is run: what, and at which line.
+
+    `option` is what passes an argument.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not any(part in f.filename for part in _OF_LIBRARIES)]
     at = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return f"{name}: {type(error).__name__}: {error}{at}"
+    remedy = f". Pass {option} for each argument" if _MISSING.search(str(error)) else ""
+    return f"{name}: {type(error).__name__}: {error}{at}{remedy}"
 
 
 def function(name: str) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from batchax.datasets.sources import (
     passed_columns,
 )
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.frontend.arguments import few_lines
 from batchax.frontend.containers import is_container
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
 from batchax.frontend.options import converted
@@ -275,12 +276,10 @@ def _count(mapped: Sequence[Input]) -> int:
         )
     counts = {m.rows for m in mapped}
     if len(counts) > 1:
-        lines = "".join(
-            f"\n  {m.source.name}: shape {m.source.shape}, axis {m.axis}, {m.rows} rows"
-            for m in mapped
-        )
+        line = "  {0.source.name}: shape {0.source.shape}, axis {0.axis}, {0.rows} rows".format
         raise AxisError(
-            f"all arguments must have the same number of rows, but they have{lines}\nPass None in "
+            "all arguments must have the same number of rows, but they have\n"
+            f"{few_lines([*map(line, mapped)])}\nPass None in "
             "in_axes for an argument that all rows share. A list of rows that differ in length is "
             "a Ragged: pass batchax.Ragged.from_rows(rows)."
         )

@@ -61,10 +61,10 @@ class Status:
             f"  quarantined  {self.quarantined:,}",
         ]
         if self.rate:
-            left = ""
-            if self.holder and self.to_do is not None:
-                left = f", {duration(self.to_do / self.rate)} left"
-            lines.append(f"  rate         {self.rate:,.3g} rows a second{left}")
+            to_do = self.to_do if self.holder else None
+            left = "" if to_do is None else f", {duration(to_do / self.rate)} left"
+            rate = float(f"{self.rate:.3g}")
+            lines.append(f"  rate         {rate:,.12g} rows a second{left}")
         return "\n".join(lines)
 
     def _state(self) -> str:

@@ -154,8 +154,8 @@ def reject_several_axes(axis: int | tuple[int, ...], name: str) -> None:
     if isinstance(axis, tuple):
         raise UnsupportedError(
             f"{name} has rows that are ragged along the axes {axis}, and map reads and writes rows "
-            "that are ragged along one. Pass the elements of each row along one axis, and its "
-            "shape as another argument; or use vmap."
+            "that are ragged along one. Pad them to one shape, and pass their sizes as other "
+            "arguments. Or call vmap for a batch of them at a time."
         )
 
 

@@ -47,10 +47,12 @@ from batchax.datasets.source import (
     native,
 )
 from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError
+from batchax.frontend.containers import is_container
 from batchax.jaxprs.error_format import brief
 from batchax.jaxprs.types import Tree
 from batchax.rows.ragged import Ragged
 
+_ALIKE = "Pad rows that differ in length. Or pass all rows at once, as a Ragged or from Parquet."
 Keep: TypeAlias = Sequence[str] | dict[str, Any]
 """Columns that are passed through: their names, or columns by name."""
 
@@ -180,7 +182,7 @@ class Stream:
             return None
         name = f"{self.name}, item {self._items}"
         self._items += 1
-        named, structure = jax.tree_util.tree_flatten_with_path(item, is_leaf=_is_numbers)
+        named, structure = jax.tree_util.tree_flatten_with_path(item, is_leaf=_is_leaf)
         paths = [jax.tree_util.keystr(keys) for keys, _ in named]
         arrays = [_array(x, f"{name}{path}") for path, (_, x) in zip(paths, named, strict=True)]
         if not self._batched:
@@ -209,21 +211,22 @@ class Stream:
             if x.shape[1:] != shape or not np.can_cast(x.dtype, dtype, "same_kind"):
                 raise AxisError(
                     f"{name}{path} has rows of shape {x.shape[1:]} and dtype {x.dtype}, and the "
-                    f"first ones had {shape} and {dtype}: all must be alike. Pad them, or pass "
-                    "rows of different lengths as a batchax.Ragged."
+                    f"first ones had {shape} and {dtype}: all must be alike. {_ALIKE}"
                 )
 
 
-def _is_numbers(x: object) -> bool:
+def _is_leaf(x: object) -> bool:
     """Returns whether a list stands for an array, as in rows that loaders read from JSON."""
     while isinstance(x, list) and x:
         x = x[0]
-    return isinstance(x, numbers.Number)
+    return isinstance(x, numbers.Number) or is_container(x)
 
 
 def _array(x: object, name: str) -> np.ndarray:
     """Copies a row to an array: a loader may reuse its memory for the next row."""
     reject_masked(x, name)
+    if is_container(x):
+        raise ArgumentTypeError(f"{name} is a {type(x).__name__}, not an array. {_ALIKE}")
     try:
         array = np.asarray(x)  # without `copy`, which tensors of PyTorch do not know
         array = array if isinstance(x, (list, numbers.Number)) else array.copy()

@@ -344,7 +344,7 @@ def _remarks(eqn: Equation) -> str:
     if eqn.moves:
         remarks.append(f"{show_bytes(eqn.moves)} transposed")
     if eqn.broadcasts:
-        remarks.append(f"{show_bytes(eqn.broadcasts)} repeated")
+        remarks.append(f"{show_bytes(eqn.broadcasts)} copied for each lane")
     return "; ".join(remarks)
 
 

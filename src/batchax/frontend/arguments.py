@@ -317,7 +317,7 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: int | None, terms: Terms
     lanes = rest.pop() if len(rest) == 1 else "n"
     raise AxisError(
         f"the mapped axes must have {demand}, but they have {_few_sizes(sizes)}:\n"
-        + _few_lines(lines, [tie or s != usual for s in sizes])
+        + few_lines(lines, [tie or s != usual for s in sizes])
         + _hint_for_rows(sized)
         + _hint_for_trees(sized)
         + f"\nPass None in in_axes for an argument that is the same {terms.each}."
@@ -337,7 +337,7 @@ def _few_sizes(sizes: Sequence[Any]) -> str:
     return f"{len(different)} of them, from {different[0]} to {different[-1]}"
 
 
-def _few_lines(lines: Sequence[str], odd: Sequence[bool] = ()) -> str:
+def few_lines(lines: Sequence[str], odd: Sequence[bool] = ()) -> str:
     """Joins the first lines, and says how many more there are: one of each kind, odd or not, is
     listed.
     """
@@ -393,13 +393,14 @@ def _hint_for_rows(sized: Sequence[Mapped]) -> str:
         if index[:-1].isdigit() and m.path != getattr(m.path, "argument", m.path):
             lists.setdefault(parent, []).append(m)
     for path, rows in lists.items():
-        shapes = [list(m.value.shape) for m in rows]
-        lengths = {shape.pop(m.axis or 0) for shape, m in zip(shapes, rows, strict=True)}
-        rest = set(map(tuple, shapes))
-        if len(lengths) > 1 and len(rest) == 1:
+        shapes = {tuple(m.value.shape) for m in rows}
+        if len(shapes) > 1 and len(set(map(len, shapes))) == 1:
+            sizes = enumerate(zip(*shapes, strict=True))
+            axes = tuple(axis for axis, lengths in sizes if len(set(lengths)) > 1)
+            option = "" if axes == (0,) else f", axis={axes[0] if len(axes) == 1 else axes}"
             return (
-                f"{_TREE} If {path} is one batch, of rows of different lengths, pass "
-                f"batchax.Ragged.from_rows({path})."
+                f"{_TREE} If {path} is one batch, of rows of different sizes, pass "
+                f"batchax.Ragged.from_rows({path}{option})."
             )
     return ""
 
@@ -564,7 +565,7 @@ def _in_range(mapped: Sequence[Mapped], terms: Terms) -> list[Mapped]:
         lanes = sizes.pop() if len(sizes) == 1 else "n"
         raise AxisError(
             f"{NO_SUCH_AXIS}\n"
-            + _few_lines(
+            + few_lines(
                 [f"  {m.path}: shape {written(m.value.shape)}, axis {m.axis}" for m in wrong]
             )
             + _hint_for_numbers(wrong)

@@ -530,9 +530,12 @@ def join(path: str, rows: Sequence[Any], axis: Axes) -> tuple[Any, list[np.ndarr
             )
         if x.ndim != first.ndim or without(x.shape, axes) != without(first.shape, axes):
             along = f"axis {axes[0]}" if len(axes) == 1 else f"axes {checked}"
+            pairs = enumerate(zip(x.shape, first.shape, strict=False))
+            differ = tuple(k for k, (n, m) in pairs if n != m or k in axes)
+            remedy = f" Pass axis={differ}." if x.ndim == first.ndim else ""
             raise AxisError(
                 f"{_NAME}[{i}]{path} has shape {x.shape} and rows[0]{path} {first.shape}: rows may "
-                f"differ along {along} only."
+                f"differ along {along} only.{remedy}"
             )
     lengths = [np.array([x.shape[k] for x in arrays], np.int32) for k in axes]
     elements = [as_elements(x, axes) for x in arrays]

@@ -816,9 +816,9 @@ def explained(call: RowCall, error: Exception, on_mesh: bool) -> Exception:
         return UnsupportedError(
             f"{_line(error)}the function needs the {length} of a {row} as a number, but {row}s "
             f"have a symbolic size ({names}) here, because {reason}: "
-            f"{question_of(error)}.\n{remedy}: then {row}s of one {length} "
-            f"run together, or those of one bucket with buckets=, if all of its {length}s have one "
-            f"answer. To compute with a size, use jnp.asarray({size})."
+            f"{question_of(error)}.\nTo compute with the {length}, pass {size} to jax.numpy: "
+            f"jnp.arange({size}), jnp.sqrt({size}).\n{remedy} if it needs "
+            f"a number. Then {row}s of one {length} run together, or of one bucket with buckets=."
             + (
                 f"\n{before[0]} was looked up before the call, so it is JAX's function. Call it as "
                 f"{before[1]}, which takes symbolic sizes while {row}s are traced."
@@ -831,7 +831,7 @@ def explained(call: RowCall, error: Exception, on_mesh: bool) -> Exception:
         + (
             " Arguments whose rows have the same lengths share a size if in_axes says so: "
             'batchax.ragged("n") for each of them.'
-            if len(sizes) > 1 and not of_lanes
+            if len(sizes) > 1 and not of_lanes and not str(error).startswith(SIZES_DIFFER)
             else ""
         )
     )

@@ -40,9 +40,8 @@ from batchax.rows.converters import Converters
 from batchax.rows.index import Ints, RowIndex, pad_rows
 
 _ADVICE = (
-    "What is done to an array is done to each row by batchax.vmap: batchax.vmap(jnp.sum)(x), or "
-    "batchax.vmap(lambda row: row + 1)(x). All elements, without their rows, are x.data; rows "
-    "padded to one size are x.to_padded()."
+    "Map over the rows: batchax.vmap(jnp.sum)(x), or batchax.vmap(lambda row: row + 1)(x). For "
+    "arrays, use x.data, the elements of all rows, or x.to_padded()."
 )
 
 
@@ -68,12 +67,12 @@ class NoArray:
         def __getattr__(self, name: str) -> NoReturn:
             message = f"{type(self).__name__!r} object has no attribute {name!r}"
             if not name.startswith("_") and hasattr(jax.Array, name):
-                message = f"a Ragged is a batch of rows, no array: it has no {name!r}. {_ADVICE}"
+                message = f"a Ragged is not an array: it has no {name!r}. {_ADVICE}"
             raise AttributeError(message, name=name, obj=self)
 
 
 def _reject(why: str) -> NoReturn:
-    raise ArgumentTypeError(f"a Ragged is a batch of rows, no array, and {why}. {_ADVICE}")
+    raise ArgumentTypeError(f"a Ragged is a batch of rows, not an array, and {why}. {_ADVICE}")
 
 
 def _rejecting(operator: str) -> Callable[..., NoReturn]:

@@ -373,7 +373,7 @@ def question_of(error: BaseException) -> str:
         return error.question
     message = str(error)
     if _NO_NUMBER.search(message):
-        return "`len(x)`, `range(n)`, `int(n)` and loops of Python over an array take a number"
+        return "`len(x)`, `range(n)`, `int(n)`, NumPy, and Python loops over an array take a number"
     if _NO_EQUAL_PARTS in message:
         return "`jnp.split` takes a multiple of the number of parts; slice the row instead"
     # `jax.jit` keeps the text of an error.
