@@ -299,23 +299,7 @@ def vmap(
             return arrays, outputs
 
         def finding_sizes(*examples: Value) -> tuple[list[Any], FlatOutputs]:
-            around, needed = FINDING.get(), SizesNeeded()
-            has_symbols = around is not None and not isinstance(around, SizesNeeded)
-            token = FINDING.set(needed)
-            try:
-                with IN_SCOPE(None) if has_symbols else _AS_IT_IS:
-                    returned = one_example(*examples)
-                if not needed.is_noted:
-                    return returned
-            except Exception:
-                if not needed.is_noted:
-                    raise
-            finally:
-                FINDING.reset(token)
-            # Imported here, since importing batchax would be slower with it.
-            from batchax.rows.dynamic_sizes import call_with_sizes
-
-            return call_with_sizes(one_example, examples)
+            return _finding_sizes(one_example, examples)
 
         def apart(call: Call) -> Call:
             runner = runner_of(divergence, call.values, spread=True)
@@ -358,6 +342,29 @@ _AS_IT_IS = nullcontext()
 _USUAL = {name: p.default for name, p in inspect.signature(vmap).parameters.items()}
 _AXES = {"in_axes", "out_axes"}
 _OF_PROCESSES = {"memory_limit", "spmd_axis_name", "mesh"}  # may differ between processes
+
+
+# Not inside of `vmap`: what that returns can be pickled, which a context variable cannot.
+def _finding_sizes(
+    one_example: Callable[..., tuple[list[Any], FlatOutputs]], examples: Sequence[Value]
+) -> tuple[list[Any], FlatOutputs]:
+    around, needed = FINDING.get(), SizesNeeded()
+    has_symbols = around is not None and not isinstance(around, SizesNeeded)
+    token = FINDING.set(needed)
+    try:
+        with IN_SCOPE(None) if has_symbols else _AS_IT_IS:
+            returned = one_example(*examples)
+        if not needed.is_noted:
+            return returned
+    except Exception:
+        if not needed.is_noted:
+            raise
+    finally:
+        FINDING.reset(token)
+    # Imported here, since importing batchax would be slower with it.
+    from batchax.rows.dynamic_sizes import call_with_sizes
+
+    return call_with_sizes(one_example, examples)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 import functools
 import gc
+import pickle
 import re
 import weakref
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -274,3 +276,18 @@ def test_types_list_the_values_of_options():
         for value in values(name):
             chunks = {"batch_size": 1} if name == "residuals" else {}
             bx.vmap(jnp.sin, **{name: value}, **chunks)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch_size": 2}, {"divergence": bx.Compact(width=3)}, {"out_axes": bx.Reduce("sum")}],
+    ids=str,
+)
+def test_what_it_returns_is_sent_by_value(options):
+    def f(x):
+        return lax.cond(x > 1, jnp.sin, lambda x: 2 * x, x)
+
+    x = jnp.arange(4.0)
+    sent = pickle.loads(cloudpickle.dumps(bx.vmap(f, **options)))
+    same(sent(x), bx.vmap(f, **options)(x))
+    assert list(bx.find_nonfinite(sent)(x.at[1].set(jnp.nan)).lanes)
