@@ -12,7 +12,7 @@ from jax import lax
 
 import batchax as bx
 from batchax import _compat
-from batchax.jaxprs.bodies import programs_inside
+from batchax.jaxprs.bodies import with_inside
 
 LANES, T, D, V = 5, 4, 12, 40
 RANDOM = np.random.default_rng(0)
@@ -204,10 +204,7 @@ def test_by_optax():
 
 
 def arrays_in(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield from (v.aval for v in eqn.outvars)
-        for program in programs_inside(eqn):
-            yield from arrays_in(getattr(program, "jaxpr", program))
+    return [v.aval for eqn in with_inside(jaxpr.eqns) for v in eqn.outvars]
 
 
 @pytest.mark.parametrize("written", [losses, as_users_write_it])

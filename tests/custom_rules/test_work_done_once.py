@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
 
+from support.operations import equations
 from support.oracle import agree, example, same
 from support.user_rules import with_identity_rule
 
@@ -92,15 +92,8 @@ BY_SHARED = {
 
 def factored(run, *args):
     """The shapes of what is factored."""
-    return [shape for shape in _factored(jax.make_jaxpr(run)(*args).jaxpr) if len(shape) > 2]
-
-
-def _factored(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "lu":
-            yield eqn.invars[0].aval.shape
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _factored(inner)
+    lus = (eqn for eqn in equations(run, *args) if eqn.primitive.name == "lu")
+    return [shape for eqn in lus if len(shape := eqn.invars[0].aval.shape) > 2]
 
 
 @VMAPS

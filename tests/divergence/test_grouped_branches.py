@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
 from batchax.errors import UnsupportedError
 
 from support import oracle
+from support.operations import equations
 from support.oracle import agree, at_once, example, same
 
 N, D = 11, 8
@@ -38,14 +38,8 @@ def model(p, x, w):
 
 def loops_over_picks(fun, *args):
     """How many chunk loops over some lanes only `fun` stages to."""
-
-    def count(jaxpr):
-        own = sum(
-            eqn.primitive.name == "chunk_loop" and eqn.params["loop"].gathers for eqn in jaxpr.eqns
-        )
-        return own + sum(count(p) for eqn in jaxpr.eqns for p in jaxprs_in_params(eqn.params))
-
-    return count(jax.make_jaxpr(fun)(*args).jaxpr)
+    loops = (eqn.params["loop"] for eqn in equations(fun, *args) if "loop" in eqn.params)
+    return sum(loop.gathers for loop in loops)
 
 
 def check(fun, *args, in_axes=0, vmap=compact, loops=1, derivatives=True, types=True, **options):

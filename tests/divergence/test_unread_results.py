@@ -193,3 +193,8 @@ def test_loops_inside_carry_what_is_read(inside, divergence):
     for got, expected in zip(jax.jit(both(batched))(x, x), own, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-3)
     np.testing.assert_allclose(batched(x, x), own[0], rtol=1e-3)
+
+
+def test_chunks_do_not_carry_it_either():
+    some = bx.vmap(lambda x: solve(x)[1], batch_size=64, divergence="compact")
+    assert not re.search(r"f32\[(\d+,)?7\]", str(jax.make_jaxpr(some)(data())))

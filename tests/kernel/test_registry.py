@@ -16,7 +16,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.primitive_facts import UNKNOWN, facts_of, is_own, operations_of, shown
 from batchax.kernel import own_primitive as module
 from batchax.kernel import registry
-from batchax.kernel.own_primitive import OF_OPERATIONS, NoDerivative, own_primitive
+from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.kernel.registry import find_rule, rule_origin
 
 from support.mistakes import cases
@@ -204,11 +204,7 @@ def make(monkeypatch):
         called="a product",
         operations=lambda x, y: x * y,
         types=lambda x, y: x,
-        programs=(),
-        facts="",
         rule=rule,
-        jvp=OF_OPERATIONS,
-        transpose=OF_OPERATIONS,
         several=False,
     )
 

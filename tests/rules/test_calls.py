@@ -11,24 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 import batchax as bx
 from batchax.kernel.registry import find_rule
 
+from support.operations import equations
 from support.oracle import agree, check, example, loop, same
 
 X = example((3, 2), seed=1)
 W = example((2,), seed=2)
 
 
-def equations(jaxpr):
-    """Every equation of a jaxpr, those of its calls and loops included."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
 def names(fun, *args):
-    return [eqn.primitive.name for eqn in equations(jax.make_jaxpr(fun)(*args).jaxpr)]
+    return [eqn.primitive.name for eqn in equations(fun, *args)]
 
 
 # jit

@@ -12,6 +12,7 @@ from jax.lax import linalg as ll
 import batchax as bx
 from batchax._compat import find_primitive
 
+from support.operations import equations
 from support.oracle import check, check_all, example, quickly, same, shares
 
 LOOSE = dict(rtol=2e-3, atol=2e-3)
@@ -181,25 +182,10 @@ def test_auxiliary_results(in_axes):
 def test_programs_keep_to_unbatched_matrix():
     """A matrix that all lanes share is factorised once."""
     a = matrices_of_solvers()
-    jaxpr = jax.make_jaxpr(bx.vmap(dense, (None, 0)))(a, vectors(2))
-    factors = [
-        v.aval.shape
-        for eqn in all_equations(jaxpr.jaxpr)
-        if eqn.primitive.name == "lu"
-        for v in eqn.outvars
-    ]
+    every = equations(bx.vmap(dense, (None, 0)), a, vectors(2))
+    factors = [v.aval.shape for eqn in every if eqn.primitive.name == "lu" for v in eqn.outvars]
     assert factors
     assert factors[0] == (N, N)
-
-
-def all_equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for sub in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            if hasattr(sub, "jaxpr") or hasattr(sub, "eqns"):
-                yield from all_equations(getattr(sub, "jaxpr", sub))
 
 
 def root(a):

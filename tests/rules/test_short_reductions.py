@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
 from batchax import _compat
 from batchax.rules.reductions import _RESULTS
 
+from support.operations import operations
 from support.oracle import same
 
 LANES = _RESULTS
@@ -28,14 +28,7 @@ ODD = jnp.asarray([[np.nan, 1, 2], [np.inf, -np.inf, 0], [-0.0] * 3, [np.inf, 3,
 
 def short(fun, *args):
     """How many short reductions the program of `fun` has."""
-
-    def within(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn.primitive.name
-            for inner in jaxprs_in_params(eqn.params):
-                yield from within(getattr(inner, "jaxpr", inner))
-
-    return list(within(jax.make_jaxpr(fun)(*args).jaxpr)).count("short_reduction")
+    return operations(fun, *args)["short_reduction"]
 
 
 FUNCTIONS = {

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
 from batchax.rules.thin_products import _LONG
 
+from support.operations import operations
 from support.oracle import same
 
 LANES = _LONG // 2
@@ -26,14 +26,7 @@ X, W = drawn(LANES, 3), drawn(3, 4, seed=1)
 
 def count(fun, *args):
     """How many thin products the program of `fun` has."""
-
-    def within(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn.primitive.name
-            for inner in jaxprs_in_params(eqn.params):
-                yield from within(getattr(inner, "jaxpr", inner))
-
-    return list(within(jax.make_jaxpr(fun)(*args).jaxpr)).count("thin_product")
+    return operations(fun, *args)["thin_product"]
 
 
 FUNCTIONS = {

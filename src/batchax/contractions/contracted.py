@@ -41,7 +41,7 @@ from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import MappedProgram, closed_over, stage_function
 from batchax.kernel.interpreter import checks_nans_here
 from batchax.kernel.named_axes import uses_axis
-from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.kernel.own_primitive import own_primitive
 from batchax.kernel.registry import call_key
 
 _SUMMED = ("float16", "bfloat16", "float32", "float64")
@@ -341,11 +341,7 @@ outer_product_sum_p = own_primitive(
     called="sum over lanes",
     operations=lambda x, *factors, terms: x,
     types=lambda x, *factors, terms: x,
-    programs=(),
-    facts="",
     rule=_batched,
-    jvp=OF_OPERATIONS,
-    transpose=OF_OPERATIONS,
     several=False,
 )
 

@@ -160,7 +160,6 @@ linear_p = own_primitive(
     operations=_run,
     types=lambda *avals, forward, transpose, count: list(forward.out_avals),
     programs=("forward",),
-    facts="",
     rule=_batched,
     jvp=_jvp,
     transpose=_transpose,

@@ -60,7 +60,7 @@ from batchax.kernel.inner import (
 )
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import Varying, any_uses_axis, types_varying, varying_of
-from batchax.kernel.own_primitive import OF_OPERATIONS, Of, own_primitive, with_values
+from batchax.kernel.own_primitive import Of, own_primitive, with_values
 from batchax.rules.loops import MaskedBody, predicate, run_masking
 from batchax.rules.masking import select_lanes
 
@@ -532,6 +532,5 @@ divergent_loop_p = own_primitive(
     facts="control",
     rule=_batched,
     jvp=Of(lambda *operands, loop, program: loop.differentiated(program, operands)),
-    transpose=OF_OPERATIONS,
 )
 _compat.register_unread_results(divergent_loop_p, _without_unread)

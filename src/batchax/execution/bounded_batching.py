@@ -50,7 +50,7 @@ from batchax.kernel.axis import (
 )
 from batchax.kernel.inner import ANYWHERE, batch_inner, emitted
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.callbacks import with_active
 from batchax.rules.loops import axis_for, predicate, predicate_if, run_divergent, settle
 from batchax.rules.masking import (
@@ -467,5 +467,4 @@ own_primitive(
     facts="linear costly control",
     rule=_batched(reverse_sweep_p),
     jvp=sweep_jvp,
-    transpose=OF_OPERATIONS,
 )

@@ -57,7 +57,7 @@ from batchax.jaxprs.bodies import calls_in, control_flow
 from batchax.jaxprs.error_format import brief, line_of, name_of, spoken
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Divergence, Position, Positions
-from batchax.kernel.inner import closed_over
+from batchax.kernel.inner import closed_over, of_what_is_read
 from batchax.progress import How
 from batchax.rules.calls import calls_library, in_turn
 
@@ -347,7 +347,10 @@ class SectionRunner:
             index = program.jaxpr.invars[0]
             all_lanes = np.array([0, axis.size], np.int32)
             values.insert(0, (all_lanes if shards is None else shards.own_lanes(), 0))
-        self._jaxpr, self._described = program.jaxpr, described
+        # A derivative rule reads values of its program, wherever in it they are.
+        whole = any(map(closed_over, program.jaxpr.eqns))
+        self._jaxpr = program.jaxpr if whole else of_what_is_read(program)
+        self._described = described
         self._known: Env = {
             v: (c, None) for v, c in zip(self._jaxpr.constvars, program.consts, strict=True)
         }

@@ -14,7 +14,7 @@ from batchax.execution.slices import entry_of, part_of, put_entry
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batch_function, staged_once, while_loop
-from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.masking import is_best_packed, packed
 
 _CHUNKS = 16  # chunks that all lanes should make at least; for that, chunks are made narrower,
@@ -195,10 +195,6 @@ put_p = own_primitive(
     called="lanes put in their places",
     operations=_put,
     types=lambda x, indices, values, *, numbers: x,
-    programs=(),
-    facts="",
     rule=_batched,
-    jvp=OF_OPERATIONS,
-    transpose=OF_OPERATIONS,
     several=False,
 )

@@ -37,7 +37,7 @@ from batchax.jaxprs.error_format import brief, name_of
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.named_axes import mesh_around
-from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.kernel.own_primitive import own_primitive
 from batchax.progress import How, Progress
 from batchax.rules.masking import is_inexact
 
@@ -304,12 +304,10 @@ tell_progress_p = own_primitive(
     operations=_call,
     compute=_call_when_computed,
     types=lambda *avals, callback: [],
-    programs=(),
     effects=lambda callback: [_compat.debug_effect],
     facts="once",
     rule=_batched_call,
     jvp=lambda primals, tangents, callback: (tell_progress_p.bind(*primals, callback=callback), []),
-    transpose=OF_OPERATIONS,
 )
 
 
@@ -349,8 +347,6 @@ progress_back_p = own_primitive(
     called="progress",
     operations=_same,
     types=_same,
-    programs=(),
-    facts="",
     rule=_batched_back,
     jvp=_jvp_back,
     transpose=_transpose_back,

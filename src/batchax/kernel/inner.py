@@ -528,7 +528,7 @@ class MappedProgram:
 
     def run(self) -> tuple[list[Any], list[Position]]:
         """Runs it; meanwhile rules find what they close over."""
-        return self.run_as(_of_what_is_read(self.staged))
+        return self.run_as(of_what_is_read(self.staged))
 
     def run_as(self, jaxpr: Jaxpr) -> tuple[list[Any], list[Position]]:
         """Runs `jaxpr`, of the same operands, instead."""
@@ -575,8 +575,8 @@ class MappedProgram:
         return {*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)}
 
 
-def _of_what_is_read(program: Any) -> Jaxpr:
-    """Returns its jaxpr, in which loops carry only what something reads."""
+def of_what_is_read(program: Any) -> Jaxpr:
+    """Returns the jaxpr of a program, in which loops carry only what something reads."""
     jaxpr = program.jaxpr
     if not (isinstance(program, ClosedJaxpr) and _leaves_unread(jaxpr)):
         return jaxpr

@@ -362,12 +362,12 @@ def own_primitive(
     called: str,
     operations: Callable[..., Any],
     types: Callable[..., Any],
-    programs: Sequence[str],
+    programs: Sequence[str] = (),
     step: str = "",
-    facts: str,
+    facts: str = "",
     rule: Rule,
-    jvp: Derivative | Of,
-    transpose: Derivative | Of,
+    jvp: Derivative | Of = OF_OPERATIONS,
+    transpose: Derivative | Of = OF_OPERATIONS,
     compute: Callable[..., Any] | None = None,
     on_cpu: Callable[..., Any] | None = None,
     elsewhere: Callable[..., Callable[..., Any] | None] | None = None,
@@ -383,13 +383,13 @@ def own_primitive(
       operations: what it stands for, a function of its operands and parameters made of ordinary
         operations. Compilers, listings, and cost models get these.
       types: the types of its results, from those of its operands and the parameters.
-      programs: the parameters that hold programs which it runs, or tuples of them; none of most.
+      programs: the parameters that hold programs which it runs, or tuples of them; by default none.
         They say what its effects are, and may hold a collective over an axis that is mapped.
       step: the one of them that holds a step, of a loop that ends on a value; see `ControlFlow`.
-      facts: what is true of it, words of `Facts`.
+      facts: what is true of it, words of `Facts`; by default none.
       rule: how it is batched, by ``jax.vmap`` as well; see `register_rule`.
-      jvp: its derivative in forward mode, as JAX wants it; `OF_OPERATIONS`, `Of` others, or a
-        `NoDerivative`.
+      jvp: its derivative in forward mode, as JAX wants it, `Of` other operations, or a
+        `NoDerivative`; by default that of the operations.
       transpose: its transpose, likewise.
       compute: what it does on arrays outside of a compiled program; the operations one after
         another if not given.

@@ -24,7 +24,7 @@ from batchax.execution.slices import entry_of, part_of, put_entry, put_part
 from batchax.jaxprs.types import Aval, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function, repeat
-from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
+from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.rows.index import WINDOW, Ints
 
 
@@ -251,10 +251,7 @@ places_in_blocks_p = own_primitive(
     compute=jax.jit(_places, static_argnames="blocks"),
     on_cpu=_places_on_cpu,
     types=_types,
-    programs=(),
-    facts="",
     rule=_batched,
-    jvp=Of(None),
     transpose=NoDerivative("where rows are in blocks is transposed, which is not linear."),
 )
 

@@ -37,7 +37,7 @@ from batchax.jaxprs.error_format import brief
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front
 from batchax.kernel.inner import batch_function, closed_over, returning_alike
-from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.kernel.own_primitive import own_primitive
 from batchax.rows.building import known_lengths
 from batchax.rows.call import (
     FoundLengths,
@@ -687,9 +687,5 @@ found_switch_p = own_primitive(
     called="what follows from sizes that are found",
     operations=_operations,
     types=_types,
-    programs=(),
-    facts="",
     rule=_batched,
-    jvp=OF_OPERATIONS,
-    transpose=OF_OPERATIONS,
 )

@@ -31,7 +31,7 @@ from batchax.execution.slices import entry_of, part_of, put_entry, put_part
 from batchax.jaxprs.types import Aval, Tree, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function, repeat
-from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
+from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.rules.masking import is_inexact
 
 Ints: TypeAlias = np.ndarray | jax.Array
@@ -137,10 +137,7 @@ row_places_p = own_primitive(
     compute=jax.jit(_row_places, static_argnames=("capacity", "bound")),
     on_cpu=_row_places_on_cpu,
     types=_types,
-    programs=(),
-    facts="",
     rule=_batched,
-    jvp=Of(None),
     transpose=NoDerivative("where rows are is transposed, which is not linear."),
 )
 

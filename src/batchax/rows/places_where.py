@@ -18,7 +18,7 @@ from batchax.execution.slices import put_entry
 from batchax.jaxprs.types import Aval, Value, Values
 from batchax.kernel.axis import Axis, Positions, axis_to_front
 from batchax.kernel.inner import repeat
-from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
+from batchax.kernel.own_primitive import NoDerivative, own_primitive
 
 
 def places_where(condition: Value, size: int) -> list[Any]:
@@ -87,9 +87,6 @@ places_where_p = own_primitive(
     operations=_places,
     on_cpu=_places_on_cpu,
     types=_types,
-    programs=(),
-    facts="",
     rule=_batched,
-    jvp=Of(None),
     transpose=NoDerivative("where a condition is true is transposed, which is not linear."),
 )

@@ -25,7 +25,7 @@ from batchax.errors import ArgumentTypeError
 from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batch_function
-from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.kernel.own_primitive import own_primitive
 from batchax.kernel.registry import fitted
 from batchax.rows.index import RowIndex, pack_rows, pad_rows
 from batchax.rows.padded import Operation, Row
@@ -220,11 +220,8 @@ call_later_p = own_primitive(
     called="function with a rule for rows",
     operations=lambda *xs, function, types: function(*xs),
     types=lambda *avals, function, types: list(types),
-    programs=(),
     facts="endless costly",
     rule=_batch_later,
-    jvp=OF_OPERATIONS,
-    transpose=OF_OPERATIONS,
 )
 
 

@@ -23,7 +23,7 @@ from batchax.jaxprs.primitive_facts import NEUTRAL
 from batchax.jaxprs.types import Aval, Tree, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function, repeat
-from batchax.kernel.own_primitive import OF_OPERATIONS, declare, own_primitive
+from batchax.kernel.own_primitive import declare, own_primitive
 from batchax.rows.index import WINDOW, RowIndex
 
 REDUCTIONS = {
@@ -170,10 +170,8 @@ own_primitive(
     compute=jax.jit(_operations, static_argnames=("kind", "in_full")),
     on_cpu=_on_cpu,
     types=_types,
-    programs=(),
     facts="moderate",
     rule=_batched,
     jvp=_jvp,
-    transpose=OF_OPERATIONS,
     several=False,
 )

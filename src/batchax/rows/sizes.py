@@ -38,7 +38,7 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batch_function
-from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.kernel.own_primitive import own_primitive
 from batchax.rows.places_where import places_where
 
 Dim: TypeAlias = int | _compat.RowDimension
@@ -553,11 +553,7 @@ found_places_p = own_primitive(
     called="places where a condition holds",
     operations=_operations,
     types=_types,
-    programs=(),
-    facts="",
     rule=_batched,
-    jvp=OF_OPERATIONS,
-    transpose=OF_OPERATIONS,
     several=False,
 )
 """The places where a vector of bools is true.

@@ -39,7 +39,7 @@ from batchax.kernel.interpreter import (
     lanes_spread,
     lanes_together,
 )
-from batchax.kernel.own_primitive import OF_OPERATIONS, declare, own_primitive, tangents_of
+from batchax.kernel.own_primitive import declare, own_primitive, tangents_of
 from batchax.kernel.registry import register_rule
 from batchax.rules.calls import CALLS
 from batchax.rules.in_place import live_type
@@ -239,7 +239,6 @@ own_primitive(
     facts="linear costly guarded",
     rule=_batched,
     jvp=_jvp,
-    transpose=OF_OPERATIONS,
 )
 
 

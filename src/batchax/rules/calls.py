@@ -129,7 +129,6 @@ in_turn_p = own_primitive(
     operations=_wait,
     compute=lambda *xs, count: list(xs),
     types=lambda *avals, count: list(avals),
-    programs=(),
     facts="linear",
     rule=_batched,
     jvp=_jvp,

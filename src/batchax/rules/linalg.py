@@ -309,7 +309,6 @@ own_primitive(
     compute=_compute,
     checked=_operations,
     types=_types,
-    programs=(),
     facts="library",
     rule=_rule,
     jvp=_jvp,

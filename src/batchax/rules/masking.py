@@ -278,7 +278,6 @@ safe_lanes_p = own_primitive(
     called="operands of masked lanes",
     operations=_values,
     types=lambda active, x, **how: x,
-    programs=(),
     facts="linear",
     rule=_batched,
     jvp=_jvp,

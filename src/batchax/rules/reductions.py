@@ -29,7 +29,7 @@ from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, shift_dims
 from batchax.kernel.interpreter import Place, hide_from_debug_nans
 from batchax.kernel.named_axes import bind_varying
-from batchax.kernel.own_primitive import OF_OPERATIONS, declare, jvp_of, own_primitive
+from batchax.kernel.own_primitive import declare, jvp_of, own_primitive
 from batchax.kernel.registry import reducing, reducing_rule, register_looking
 
 _RESULTS = 2048  # of fewer, both ways take as long (the benchmark `vmap`, "distances of points")
@@ -120,11 +120,9 @@ own_primitive(
     on_cpu=_on_cpu,
     checked=_operations,
     types=_types,
-    programs=(),
     facts="moderate",
     rule=_rule,
     jvp=_jvp,
-    transpose=OF_OPERATIONS,
     several=False,
 )
 

@@ -21,7 +21,7 @@ from jax import lax
 
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Axis, RuleOutputs, shift_dims
-from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
+from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.linalg.pays import pays_back
 
 
@@ -83,10 +83,7 @@ sorted_floats_p = own_primitive(
     called="sort",
     operations=_operations,
     types=lambda x, *, dimension: x,
-    programs=(),
-    facts="",
     rule=_batched,
-    jvp=Of(None),
     transpose=NoDerivative("a sort is transposed, which is not linear. Differentiate it instead."),
     on_cpu=_on_cpu,
     several=False,

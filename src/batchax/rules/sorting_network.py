@@ -27,7 +27,7 @@ from batchax.cache import cached
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Axis, PlacedOutputs, Positions, shift_dims
 from batchax.kernel.named_axes import may_be_spread
-from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.kernel.own_primitive import own_primitive
 from batchax.kernel.registry import matched
 from batchax.linalg.pays import pays_back
 from batchax.rules.sorting_by_image import image, magnitude
@@ -194,10 +194,6 @@ sorted_rows_p = own_primitive(
     called="sort",
     operations=_operations,
     types=lambda *xs, **params: list(xs),
-    programs=(),
-    facts="",
     rule=_batched,
-    jvp=OF_OPERATIONS,
-    transpose=OF_OPERATIONS,
     on_cpu=_on_cpu,
 )

@@ -147,7 +147,6 @@ own_primitive(
     compute=jax.jit(_by_library, static_argnames="precision"),
     on_cpu=_add_terms,
     types=_types,
-    programs=(),
     facts="moderate",
     rule=_rule,
     jvp=_jvp,

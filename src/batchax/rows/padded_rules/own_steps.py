@@ -38,7 +38,7 @@ from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.axis import AnyLoop, Axis, Position, Positions
 from batchax.kernel.inner import batch_inner, inline_jaxpr
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.kernel.own_primitive import own_primitive
 from batchax.rows.sizes import has_symbols
 from batchax.rules.masking import hazards
 
@@ -209,6 +209,4 @@ own_steps_p = own_primitive(
     programs=("scan", "loop"),
     facts="costly control",
     rule=_batched,
-    jvp=OF_OPERATIONS,
-    transpose=OF_OPERATIONS,
 )
