@@ -219,11 +219,16 @@ def _ratios(ax: Any, ratios: Sequence[Ratio], styles: dict[str | None, tuple[str
 
 
 def named(results: Iterable[Any], say: Callable[[Any], str], before: str = "") -> str:
-    """Results by name with what there is to say of each, after a colon."""
+    """The first results by name with what there is to say of each, after a colon."""
     listed = [f"{r.name} ({say(r)})" for r in results]
     if not listed and before:
         return ""
-    return f"{before}: " + ("; ".join(listed) if listed else "none")
+    more = len(listed) - _MOST_NAMED
+    rest = [f"and {more} more"] if more > 0 else []  # which the table has
+    return f"{before}: " + ("; ".join([*listed[:_MOST_NAMED], *rest]) or "none")
+
+
+_MOST_NAMED = 3
 
 
 def how_hlo_differs(result: Result) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.nests.measure import NestResult
 from benchmarks.nests.workload import BASE, DIVERGENCES
-from benchmarks.report import compiles, figures, here, made_with, named, ratio, seconds
+from benchmarks.report import compiles, figures, here, made_with, ratio, seconds
 
 TITLE = "Nested loops: bx.vmap against jax.vmap, sequential lanes, and other libraries"
 COLUMNS = (*DIVERGENCES, "lax.map", "threads")
@@ -38,12 +38,12 @@ def summary(results: Sequence[NestResult]) -> str:
         median = np.median([x.value for x in ratios])
         points.append(
             f"`{name}` takes {median:.2f}x the time of `jax.vmap` at the median of {len(rows)}"
-            + named(rows, lambda r, name=name: ratio(r.others[name].run))
+            f", from {min(x.value for x in ratios):.2g}x to {max(x.value for x in ratios):.2g}x"
         )
     bounds = [r.bound for r in results]
     points.append(
-        f"Without barriers, masked lanes need {np.median(bounds):.2f}x the steps at the median"
-        + named(results, lambda r: f"{r.bound:.2f}")
+        f"Without barriers, masked lanes need {np.median(bounds):.2f}x the steps at the median, "
+        f"from {min(bounds):.2g}x to {max(bounds):.2g}x"
     )
     for name in DIVERGENCES if compiles() else ():
         ratios = [r.ways[name].first_ratio for r in results]

@@ -41,16 +41,10 @@ def summary(results: Sequence[RowResult]) -> str:
         )
     others = [r for r in padded if not r.workload.token_wise]
     if others:
-        points.append(
-            "Other work against rows padded by hand: "
-            + "; ".join(f"{r.name} {interval(r.run)}" for r in others)
-        )
+        points.append("Other work against rows padded by hand: " + _range(others))
     packed = [r for r in results if r.way == PACKED]
     if packed:
-        points.append(
-            "Against rows packed by hand: "
-            + "; ".join(f"{r.name} {interval(r.run)}" for r in packed)
-        )
+        points.append("Against rows packed by hand: " + _range(packed))
     loops = [r for r in results if r.way == LOOP]
     if loops:
         median = np.median([r.run.value for r in loops])
@@ -72,6 +66,11 @@ def summary(results: Sequence[RowResult]) -> str:
         )
     )
     return "\n".join(f"- {p}." for p in points)
+
+
+def _range(results: Sequence[RowResult]) -> str:
+    ratios = [r.run.value for r in results]
+    return f"{np.median(ratios):.2f} at the median, from {min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def write(results: Sequence[RowResult], folder: Path) -> list[Path]:

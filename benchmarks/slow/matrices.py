@@ -175,7 +175,6 @@ WORKLOADS = [
             _system(n),
             _LANES,
             goal,
-            uses=(eliminated,),
         )
         for n, goal in ((3, 0.25), (6, 0.4))
     ),
@@ -188,7 +187,6 @@ WORKLOADS = [
         _LANES,
         0.5,
         around=_gradient,
-        uses=(eliminated, solve_by_hand),
     ),
     *(
         Slow(

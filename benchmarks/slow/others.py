@@ -104,7 +104,6 @@ WORKLOADS = [
         lambda n: (normal(n, 16, 8, 3, 3), normal(n, 8, 16, 16, seed=1)),
         lanes=64,
         goal=0.8,
-        uses=(patches,),
     ),
     Slow(
         "a kernel's gradient for each image",
@@ -115,7 +114,6 @@ WORKLOADS = [
         lanes=64,
         goal=0.65,
         in_axes=(None, 0),
-        uses=(patches,),
     ),
     *(
         Slow(
@@ -158,7 +156,6 @@ WORKLOADS = [
         lanes=256,
         goal=1.0,
         rival=HAND,
-        uses=(decay,),
         batched=False,
     ),
     Slow(

@@ -1,9 +1,7 @@
-"""What a batch makes slow, as a table, with the programs that were written by hand."""
+"""What a batch makes slow, as a table."""
 
 from __future__ import annotations
 
-import inspect
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,11 +64,9 @@ what compiled programs allocate besides arguments and results: `jax.vmap`, by ha
 [rbg keys](https://docs.jax.dev/en/latest/jax.random.html), `jax.vmap` draws other numbers than each
 key draws by itself; `bx.vmap` draws the same.
 
+The programs by hand are in [benchmarks/slow](../../benchmarks/slow).
+
 {_table(results)}
-
-## By hand
-
-{_programs(results)}
 """
 
 
@@ -96,20 +92,6 @@ def _table(results: Sequence[Outcome]) -> str:
             ]
         )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def _programs(results: Sequence[Outcome]) -> str:
-    parts, shown = [], set()
-    for r in results:
-        sources = []
-        for function in (*r.workload.uses, r.workload.by_hand):
-            if function not in shown:
-                shown.add(function)
-                sources.append(textwrap.dedent(inspect.getsource(function)).strip())
-        if sources:
-            code = "\n\n\n".join(sources).replace(": Any", "").replace(" -> Any", "")
-            parts.append(f"**{r.workload.name}**\n\n```text\n{code}\n```")
-    return "\n\n".join(parts)
 
 
 def _ratio(of: Ratio | None) -> str:

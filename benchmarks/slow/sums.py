@@ -292,7 +292,6 @@ WORKLOADS = [
             in_axes=(None, 0, 0),
             summed=True,
             options=options,
-            uses=(patches, pooled),
         )
         for name, options in (
             ("of a convolutional network, by optax", {}),

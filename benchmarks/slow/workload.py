@@ -29,7 +29,6 @@ class Slow:
       in_axes: of `one`, for both vmaps.
       summed: whether the results of the lanes are added up.
       options: of `bx.vmap`.
-      uses: functions that `by_hand` calls; their source is shown before its own.
       around: what is done with the batched function, such as its gradient.
       batched: whether there is a batch; else `one` is of the whole, and so has no `jax.vmap`.
     """
@@ -45,7 +44,6 @@ class Slow:
     in_axes: Any = 0
     summed: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    uses: tuple[Callable[..., Any], ...] = ()
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda batched: batched
     batched: bool = True
 
