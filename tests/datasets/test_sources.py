@@ -19,7 +19,7 @@ from batchax.datasets.plan import crc32c
 from batchax.datasets.sources import as_source
 
 from support.processes import python
-from support.source_tests import SourceTests
+from support.source_tests import SourceTests, same
 
 X = np.arange(60, dtype=np.float32).reshape(4, 5, 3)
 
@@ -102,14 +102,6 @@ class TestKinds(SourceTests):
     @pytest.fixture
     def ragged_of(self):
         return lambda rows: as_source(bx.Ragged.from_rows(rows), "x")
-
-
-def same(got, expected):
-    assert type(got) is np.ndarray
-    assert got.dtype == expected.dtype
-    assert got.flags.c_contiguous
-    assert got.flags.writeable
-    np.testing.assert_array_equal(got, expected)
 
 
 def test_the_identity_of_memory_is_what_it_holds():

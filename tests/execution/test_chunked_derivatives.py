@@ -10,6 +10,7 @@ from jax import lax
 
 import batchax as bx
 
+from support.compiled import compiled_bytes
 from support.derivative_rules import tripled_jvp
 from support.high_operations import normalized
 from support.oracle import agree, example, same
@@ -93,10 +94,6 @@ def test_rules_that_close_over_values_of_different_sizes(chunked):
 # --- memory -------------------------------------------------------------------------------------
 
 
-def temporaries(fun, *args):
-    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
-
-
 def wide(x, w):
     """A 256 x 64 intermediate value for each lane; what the design measures."""
     h = jnp.tanh(jnp.outer(x, jnp.arange(1.0, 65.0)) / 64)
@@ -112,10 +109,10 @@ def gradient(batch_size, **options):
 def test_temporaries_of_a_gradient_do_not_grow_with_the_number_of_lanes():
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     x = [jax.ShapeDtypeStruct((n, 256), jnp.float32) for n in (256, 512)]
-    few, many = (temporaries(gradient(32), xs, w) for xs in x)
+    few, many = (compiled_bytes(gradient(32), xs, w) for xs in x)
     assert many <= few + 64
     second = lambda x, w: jax.jvp(lambda w: gradient(32)(x, w)[1], (w,), (w,))[1]
-    few, many = (temporaries(second, xs, w) for xs in x)
+    few, many = (compiled_bytes(second, xs, w) for xs in x)
     assert many <= few + 64
 
 

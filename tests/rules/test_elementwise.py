@@ -15,6 +15,7 @@ import batchax as bx
 from batchax._compat import find_primitive
 from batchax.kernel.registry import aligned
 
+from support.operations import bind
 from support.oracle import check_all, example, shares
 
 F32, BF16, I32, U8, BOOL, C64 = map(
@@ -22,12 +23,6 @@ F32, BF16, I32, U8, BOOL, C64 = map(
 )
 REAL, NUMBERS, BITS = (F32, BF16), (F32, I32, C64), (I32, U8, BOOL)
 B = 2
-
-
-def bind(name, **params):
-    """The primitive itself, for those that no function of `jax.lax` gives directly."""
-    primitive = find_primitive(name)
-    return lambda *args: primitive.bind(*args, **params)
 
 
 # name: (function, dtypes, low, high, smooth)

@@ -10,9 +10,8 @@ from jax import lax
 from jax.lax import linalg as ll
 
 import batchax as bx
-from batchax._compat import find_primitive
 
-from support.operations import equations
+from support.operations import bind, equations
 from support.oracle import check, check_all, example, quickly, same, shares
 
 LOOSE = dict(rtol=2e-3, atol=2e-3)
@@ -27,12 +26,6 @@ def matrices(*lead, seed=0, dtype=float):
 
 positive = lambda x: x @ jnp.swapaxes(x, -1, -2).conj() + jnp.eye(N, dtype=x.dtype)
 symmetric = lambda x: (x + jnp.swapaxes(x, -1, -2).conj()) / 2
-
-
-def bind(name, **params):
-    """The primitive itself, as a function of its operands."""
-    primitive = find_primitive(name)
-    return lambda *args: primitive.bind(*args, **params)
 
 
 def reflectors(x):

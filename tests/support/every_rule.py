@@ -44,6 +44,8 @@ from rules.test_families import PLAIN, START, WINDOW, pool
 from rules.test_linalg import DIFFERENTIABLE, VALUES_ONLY
 from rules.test_reduction import DTYPES, cumulative, reduction
 
+from support.operations import bind
+
 # Functions that are called through one primitive or another.
 
 
@@ -137,12 +139,6 @@ N, NS = several(3, dtype=jnp.int32), several(dtype=jnp.int32)
 KEYS = several(dtype=jax.random.key(0).dtype)
 EXPLICIT = jax.make_mesh((1,), ("e",), axis_types=(AxisType.Explicit,))
 MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-
-
-def bound(name, **params):
-    """The primitive itself, as a function of its operands."""
-    primitive = find_primitive(name)
-    return lambda *args: primitive.bind(*args, **params)
 
 
 def _elementwise():
@@ -319,11 +315,11 @@ def _shape():
         "split": lambda x: lax.split(x, (1, 2), axis=1),
         "stack": lambda x: lax.stack_p.bind(x, x, axis=0),
         "unstack": lambda x: lax.unstack_p.bind(x, axis=0),
-        "tie": lambda x: bound("tie")(x, x),
-        "dce_sink": lambda x: bound("dce_sink")(x),
+        "tie": lambda x: bind("tie")(x, x),
+        "dce_sink": lambda x: bind("dce_sink")(x),
         "optimization_barrier": lambda x: lax.optimization_barrier(x),
         "device_put": lambda x: jax.device_put(x, NamedSharding(mesh, P())),
-        "with_memory_space_constraint": bound(
+        "with_memory_space_constraint": bind(
             "with_memory_space_constraint", memory_space=jax.memory.Space.Device
         ),
         "xla_metadata_value": _tagged,
@@ -343,13 +339,13 @@ def _linalg():
         **{n: VALUES_ONLY[n] for n in "eig hessenberg householder_product".split()},
         **{n: VALUES_ONLY[n] for n in "schur tridiagonal symmetric_product".split()},
         "lu_pivots_to_permutation": VALUES_ONLY["pivots_to_permutation"],
-        "geqrf": bound("geqrf"),
-        "geqp3": lambda x: bound("geqp3", use_magma=None)(x, jnp.zeros(3, jnp.int32)),
+        "geqrf": bind("geqrf"),
+        "geqp3": lambda x: bind("geqp3", use_magma=None)(x, jnp.zeros(3, jnp.int32)),
         "triangular_solve": DIFFERENTIABLE["solve_triangular"],
     }
     return {
         **{name: (fun, M) for name, fun in matrix.items()},
-        "cholesky_update": (bound("cholesky_update"), M, X),
+        "cholesky_update": (bind("cholesky_update"), M, X),
         "ormqr": (lambda a, t, c: ll.ormqr(a, t, c, left=True), M, X, M),
         "tridiagonal_solve": (ll.tridiagonal_solve, X, X, X, several(3, 2)),
     }
@@ -368,7 +364,7 @@ def _random():
     return {
         **{name: (fun, KEYS) for name, fun in key.items()},
         "random_wrap": (jax.random.wrap_key_data, several(2, dtype=jnp.uint32)),
-        **{name: (bound(name), *[word] * count) for name, count in operands.items()},
+        **{name: (bind(name), *[word] * count) for name, count in operands.items()},
         "random_seed": (jax.random.key, NS),
         "random_gamma": (jax.random.gamma, KEYS, S),
         "rng_bit_generator": (
@@ -400,9 +396,9 @@ def _scatters():
 
 def _windows():
     image, pooled, number = several(4, 5), several(2, 4), jnp.zeros(())
-    gather = bound("select_and_gather_add", select_prim=lax.ge_p, **WINDOW)
-    scatter_add = bound("select_and_scatter_add", select_prim=lax.ge_p, **PLAIN)
-    scatter = bound(
+    gather = bind("select_and_gather_add", select_prim=lax.ge_p, **WINDOW)
+    scatter_add = bind("select_and_scatter_add", select_prim=lax.ge_p, **PLAIN)
+    scatter = bind(
         "select_and_scatter",
         select_jaxpr=jax.make_jaxpr(lax.ge)(number, number).jaxpr,
         select_consts=(),

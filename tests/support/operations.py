@@ -1,11 +1,18 @@
-"""Counting the operations of a batched program, to compare with `jax.vmap`."""
+"""Operations by name, and those of a batched program, to compare with `jax.vmap`."""
 
 from collections import Counter
 
 import jax
 
 import batchax as bx
+from batchax._compat import find_primitive
 from batchax.jaxprs.bodies import with_inside
+
+
+def bind(name, **params):
+    """The primitive itself, as a function of its operands."""
+    primitive = find_primitive(name)
+    return lambda *args: primitive.bind(*args, **params)
 
 
 def equations(fun, *args):

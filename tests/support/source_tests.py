@@ -75,18 +75,18 @@ class SourceTests:
             for start in range(size + 1):
                 for stop in range(start, size + 1):
                     part = expected.take(range(start, stop), axis)
-                    _same(source.read(axis, start, stop), part)
-        _same(source.whole(), expected)
+                    same(source.read(axis, start, stop), part)
+        same(source.whole(), expected)
 
     def test_what_was_read_is_the_readers(self, source: Source, expected: np.ndarray) -> None:
         source.read(0, 0, len(expected))[:] = 0
         source.whole()[:] = 0
-        _same(source.whole(), expected)
+        same(source.whole(), expected)
 
     def test_several_threads_read(self, source: Source, expected: np.ndarray) -> None:
         def read(i: int) -> None:
             start = i % len(expected)
-            _same(source.read(0, start, len(expected)), expected[start:])
+            same(source.read(0, start, len(expected)), expected[start:])
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(read, range(20)))
@@ -96,7 +96,7 @@ class SourceTests:
             x = _numbers(self.shape, dtype)
             source = source_of(x)
             assert source.dtype == x.dtype
-            _same(source.read(0, 1, 2), x[1:2])
+            same(source.read(0, 1, 2), x[1:2])
 
     def test_no_elements(self, source_of: Callable[[np.ndarray], Source]) -> None:
         if not self.empty:
@@ -105,8 +105,8 @@ class SourceTests:
             x = _numbers(tuple(n * (i != axis) for i, n in enumerate(self.shape)), "float32")
             source = source_of(x)
             assert source.shape == x.shape
-            _same(source.whole(), x)
-            _same(source.read(0, 0, len(x)), x)
+            same(source.whole(), x)
+            same(source.read(0, 0, len(x)), x)
 
     def test_an_identity_is_for_json_and_stays(self, source: Source) -> None:
         identity = source.identity()
@@ -135,7 +135,7 @@ class SourceTests:
             for stop in range(start, len(rows) + 1):
                 got = source.read(0, start, stop)
                 assert isinstance(got, Rows)
-                _same(got.data, np.concatenate([rows[0][:0], *rows[start:stop]]))
+                same(got.data, np.concatenate([rows[0][:0], *rows[start:stop]]))
                 np.testing.assert_array_equal(got.lengths, self.lengths[start:stop])
         assert ragged_of([row + 1 for row in rows]).identity() != source.identity()
         with pytest.raises(AxisError):
@@ -150,7 +150,7 @@ def _numbers(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return (numbers * 1000 / 7 if kind.kind != "b" else numbers % 2).astype(kind)
 
 
-def _same(got: Any, expected: np.ndarray) -> None:
+def same(got: Any, expected: np.ndarray) -> None:
     """Equal, and an array that whoever reads may do with as they like."""
     assert type(got) is np.ndarray
     assert got.dtype == expected.dtype
