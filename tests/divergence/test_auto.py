@@ -77,6 +77,17 @@ def test_long_steps_are_compiled_once(operations, widths):
     assert widths or decision == Masked("a step is too long to be compiled again")
 
 
+@pytest.mark.parametrize("lanes", [64, 128])
+def test_lanes_that_draw_few_numbers_slowly_by_themselves_are_masked(lanes):
+    def body(key, x):
+        key, now = jax.random.split(key)
+        return key, x * jax.random.uniform(now, (8,)).max()
+
+    program = jax.make_jaxpr(body)(jax.random.key(0), jnp.ones(64))
+    decision = decide(Loop(lanes, None, program, (True, True)), TABLE["cpu-small"], Request())
+    assert isinstance(decision, Masked)
+
+
 def test_lanes_part_ways_on_each_device_of_a_mesh():
     """Not if lanes of a device may be spread over axes that the mesh has besides."""
     kinds = (jax.sharding.AxisType.Auto,) * 2

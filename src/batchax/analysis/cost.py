@@ -642,14 +642,18 @@ def _of_operation(eqn: Eqn, differs: Sequence[bool] | None) -> Cost:
 
 
 _REGISTER = 8  # numbers that a vector register holds
+_DRAWS = {n for n, count in FLOPS.items() if count is _random_bits} | {"random_fold_in"}
 
 
 def _empty(eqn: Eqn) -> float:
     """Returns the empty places of a vector register for each number of one lane."""
-    draws = FLOPS.get(eqn.primitive.name) is _random_bits
-    if not (eqn.outvars and (draws or facts_of(eqn.primitive).elementwise)):
+    if not eqn.outvars:
         return 0.0
-    return max(0.0, _REGISTER / max(1, size_of(eqn.outvars[0].aval)) - 1)
+    numbers = max(1, size_of(eqn.outvars[0].aval))
+    if eqn.primitive.name in _DRAWS:
+        # A loop of few numbers is unrolled, and not vectorized. Programs: tree search (mctx).
+        return _REGISTER - 1 if numbers < 2 * _REGISTER else 0.0
+    return max(0.0, _REGISTER / numbers - 1) if facts_of(eqn.primitive).elementwise else 0.0
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:

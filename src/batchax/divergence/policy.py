@@ -280,8 +280,6 @@ def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
     else:
         why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
     width = _of_a_kernel(t, loop, step)
-    if width == 1 < size:
-        return Alone()
     if width < size:
         many = step.work * size >= t.min_work
         return Tiles(width, step.moving, leave_at=width // _LEFT if many else 0)
@@ -391,10 +389,12 @@ def _alone_as_fast(t: Thresholds, loop: Loop, step: Step) -> float:
 
 def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
     """How many adjacent lanes run as a single kernel, on one core; all if none do."""
-    size = loop.lanes
+    size, numbers = loop.lanes, largest(loop.jaxprs)
     if not _fits_tiles(t, size, loop.jaxprs) or step.work * size > t.max_work_on_a_core:
         return size
-    return min(_that_fill_a_core(t, largest(loop.jaxprs)), max(1, size // 2))
+    if numbers * _VECTOR > 2 * t.kernel_lanes:  # one lane fills a core, and was too slow alone
+        return size
+    return min(_that_fill_a_core(t, numbers), max(1, size // 2))
 
 
 def _fits_tiles(t: Thresholds, lanes: int, programs: Sequence[ClosedJaxpr]) -> bool:
@@ -404,10 +404,8 @@ def _fits_tiles(t: Thresholds, lanes: int, programs: Sequence[ClosedJaxpr]) -> b
 
 def _that_fill_a_core(t: Thresholds, numbers: int) -> int:
     """How many lanes fill what a core computes at once in a kernel."""
-    most = 2 * t.kernel_lanes
-    if numbers * _VECTOR > most:  # one lane does
-        return 1
-    return max(min(t.kernel_lanes, most // numbers) // _VECTOR * _VECTOR, _VECTOR)
+    fill = min(t.kernel_lanes, 2 * t.kernel_lanes // numbers)
+    return max(fill // _VECTOR * _VECTOR, _VECTOR)
 
 
 def _fitting(t: Thresholds, size: int, enough: float) -> int:
