@@ -155,3 +155,103 @@ def walks(key, edge):
 
     going_on = lambda c: jnp.sum(c[1] ** 2) < (1 + edge) ** 2
     return lax.while_loop(going_on, step, (key, jnp.zeros(2)))[1]
+
+
+# --- gymnax: an episode, until it ends
+
+
+def _episode(environment: Any, parameters: Any, key: Any, policy: Any, most: int) -> Any:
+    """The return and the length of an episode of at most so many steps."""
+    first, key = jax.random.split(key)
+    seen, state = environment.reset(first, parameters)
+
+    def step(carry):
+        key, seen, state, total, count, _ = carry
+        key, act, now = jax.random.split(key, 3)
+        seen, state, reward, ended, cut, _ = environment.step(
+            now, state, policy(act, seen), parameters
+        )
+        return key, seen, state, total + reward, count + 1, ended | cut
+
+    going_on = lambda carry: ~carry[5] & (carry[4] < most)
+    start = key, seen, state, jnp.float32(0), 0, jnp.array(False)
+    return lax.while_loop(going_on, step, start)[3:5]
+
+
+def _drivers(n: int) -> tuple[Any, ...]:
+    """Most push along with the speed, to some degree; some never arrive."""
+    return keys(n), normal(n, 2) * jnp.array([1.0, 10.0]) + jnp.array([0.0, 40.0])
+
+
+@program("gymnax", "MountainCar to the flag, 256 policies", _drivers, 256, uneven=False)
+def mountain_car(key, weights):
+    import gymnax
+
+    environment, parameters = gymnax.make("MountainCar-v0")
+
+    def policy(key, seen):
+        push = weights @ seen
+        return jax.random.categorical(key, 4 * jnp.stack([-push, -jnp.abs(push), push]))
+
+    return _episode(environment, parameters, key, policy, 200)
+
+
+@program("gymnax", "Breakout, a game of 128 random players", lambda n: (keys(n),), 128)
+def breakout(key):
+    import gymnax
+
+    environment, parameters = gymnax.make("Breakout-MinAtar")
+    policy = lambda key, _: environment.action_space(parameters).sample(key)
+    return _episode(environment, parameters, key, policy, 1000)
+
+
+# --- jax-md: particles until they rest
+
+
+def _packings(n: int) -> tuple[Any, ...]:
+    """From loose to dense: of 40 particles in a square box."""
+    return uniform(n, 40, 2), jnp.sqrt(40 / uniform(n, low=0.5, high=1.6, seed=1))
+
+
+@program("jax-md", "soft spheres until they rest, 64 boxes", _packings, 64, needs=("jax_md",))
+def packed(places, side):
+    from jax_md import energy, minimize, space
+
+    displacement, shift = space.periodic(side)
+    start, step = minimize.fire_descent(energy.soft_sphere_pair(displacement), shift)
+
+    def going_on(carry):
+        state, count = carry
+        return (jnp.max(jnp.abs(state.force)) > 1e-3) & (count < 1000)
+
+    carry = start(side * places), 0
+    state, count = lax.while_loop(going_on, lambda c: (step(c[0]), c[1] + 1), carry)
+    return energy.soft_sphere_pair(displacement)(state.position), count
+
+
+# --- distrax: draws that are kept if they are inside
+
+
+def _regions(n: int) -> tuple[Any, ...]:
+    return keys(n), 3 * normal(n, 4, 2), uniform(n, low=1, high=5, seed=1)
+
+
+@program("distrax", "rejection sampling of a mixture, 512 regions", _regions, 512)
+def rejected(key, means, width):
+    import distrax
+
+    mixture = distrax.MixtureSameFamily(
+        distrax.Categorical(logits=jnp.zeros(4)),
+        distrax.MultivariateNormalDiag(means, jnp.ones((4, 2))),
+    )
+
+    def step(carry):
+        key, kept, found, count = carry
+        key, now = jax.random.split(key)
+        draw = mixture.sample(seed=now)
+        inside = jnp.all(jnp.abs(draw) < width)
+        kept = kept.at[found].set(jnp.where(inside, draw, kept[found]))
+        return key, kept, found + inside, count + 1
+
+    going_on = lambda carry: (carry[2] < 20) & (carry[3] < 1000)
+    return lax.while_loop(going_on, step, (key, jnp.zeros((20, 2)), 0, 0))[1:3]

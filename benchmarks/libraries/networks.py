@@ -1,4 +1,4 @@
-"""Networks and rows: Flax, Equinox, molecules, graphs, tracks, images."""
+"""Networks and rows: Flax, Equinox, Haiku, molecules, graphs, tracks, images."""
 
 from __future__ import annotations
 
@@ -411,3 +411,233 @@ def dropout(x, key):
     net = Net()
     weights = net.init({"params": jax.random.key(0), "dropout": key}, x)
     return net.apply(weights, x, rngs={"dropout": key})
+
+
+@program(
+    "Haiku",
+    "an LSTM over 128 series",
+    lambda n: (_rows(_sizes(n, 5, 120), 4),),
+    128,
+    instead=lambda x, lengths: jax.vmap(lambda x, n: _unrolled(x)[n - 1])(x, lengths),
+    before=_padded,
+)
+def unrolled(x):
+    return _unrolled(x)[-1]
+
+
+def _unrolled(x: Any) -> Any:
+    import haiku as hk
+
+    def outputs(x):
+        core = hk.LSTM(32)
+        return hk.Linear(8)(hk.dynamic_unroll(core, x, core.initial_state(None))[0])
+
+    network = hk.without_apply_rng(hk.transform(outputs))
+    return network.apply(network.init(jax.random.key(0), jnp.zeros((2, 4))), x)
+
+
+@program(
+    "Haiku",
+    "trained to a loss, 64 tasks",
+    lambda n: (jax.random.split(jax.random.key(2), n), uniform(n, low=0.5, high=4)),
+    64,
+    needs=("haiku", "optax"),
+)
+def trained(key, frequency):
+    import haiku as hk
+    import optax
+
+    x = jnp.linspace(-1, 1, 32)[:, None]
+    y = jnp.sin(frequency * x)
+    outputs = lambda x: hk.nets.MLP([16, 16, 1], activation=jnp.tanh)(x)
+    network = hk.without_apply_rng(hk.transform(outputs))
+    optimizer = optax.adam(0.01)
+
+    def step(carry):
+        weights, state, _, count = carry
+        loss = lambda weights: jnp.mean((network.apply(weights, x) - y) ** 2)
+        value, gradient = jax.value_and_grad(loss)(weights)
+        updates, state = optimizer.update(gradient, state)
+        return optax.apply_updates(weights, updates), state, value, count + 1
+
+    weights = network.init(key, x)
+    start = weights, optimizer.init(weights), jnp.float32(jnp.inf), 0
+    return lax.while_loop(lambda c: (c[2] > 1e-3) & (c[3] < 1000), step, start)[2:]
+
+
+# --- jraph and e3nn: graphs
+
+
+def _layers() -> list[Any]:
+    shapes = [(32, 16), (48, 16), (32, 8)]
+    return [normal(*s, seed=i) / s[0] ** 0.5 for i, s in enumerate(shapes)]
+
+
+def _graph_network(graph: Any, weights: Any) -> Any:
+    import jraph
+
+    edge, node, out = weights
+    together = lambda *parts: jnp.concatenate(parts, 1)
+    network = jraph.GraphNetwork(
+        update_edge_fn=lambda _, sent, received, __: jax.nn.relu(together(sent, received) @ edge),
+        update_node_fn=lambda x, sent, received, _: jax.nn.relu(together(x, sent, received) @ node),
+        update_global_fn=lambda nodes, edges, _: together(nodes, edges) @ out,
+    )
+    return network(graph).globals
+
+
+def _two_graphs(x: Any, nodes: Any, senders: Any, receivers: Any, edges: Any, weights: Any) -> Any:
+    """Padded as `jraph.pad_with_graphs` does: what is added is a graph of its own."""
+    import jraph
+
+    def one(x, nodes, senders, receivers, edges):
+        among = jnp.arange(senders.size) < edges
+        counts = lambda n, most: jnp.stack([n, most - n])
+        graph = jraph.GraphsTuple(
+            nodes=jnp.concatenate([x, jnp.zeros_like(x[:1])]),
+            edges=None,
+            senders=jnp.where(among, senders, x.shape[0]),
+            receivers=jnp.where(among, receivers, x.shape[0]),
+            globals=jnp.zeros((2, 1)),
+            n_node=counts(nodes, x.shape[0] + 1),
+            n_edge=counts(edges, senders.size),
+        )
+        return _graph_network(graph, weights)[0]
+
+    return jax.vmap(one)(x, nodes, senders, receivers, edges)
+
+
+def _with_layers(n: int) -> tuple[Any, ...]:
+    return *_graphs(n)[:3], _layers()
+
+
+@program(
+    "jraph",
+    "a graph network on 200 graphs",
+    _with_layers,
+    200,
+    in_axes=(0, bx.ragged("e"), bx.ragged("e"), None),
+    instead=_two_graphs,
+    before=lambda x, s, r, w: (*_padded(x), s.to_padded(), r.to_padded(), r.lengths, w),
+)
+def graph_network(x, senders, receivers, weights):
+    import jraph
+
+    graph = jraph.GraphsTuple(
+        nodes=x,
+        edges=None,
+        senders=senders,
+        receivers=receivers,
+        globals=jnp.zeros((1, 1)),
+        n_node=jnp.array([x.shape[0]]),
+        n_edge=jnp.array([senders.shape[0]]),
+    )
+    return _graph_network(graph, weights)[0]
+
+
+def _equivariant(places: Any, senders: Any, receivers: Any, weights: Any, among: Any) -> Any:
+    """Energy of one layer of messages."""
+    import e3nn_jax as e3nn
+
+    radial, mixed, out = weights
+    away = e3nn.IrrepsArray("1o", places[receivers] - places[senders])
+    harmonics = e3nn.spherical_harmonics("0e + 1o + 2e", away, True)
+    distance = jnp.sqrt(jnp.sum(away.array**2, 1) + 1e-6)
+    basis = jnp.where(among, e3nn.bessel(distance, 8, 6.0), 0)
+    messages = harmonics * (jax.nn.silu(basis @ radial) @ mixed)
+    gathered = e3nn.scatter_sum(messages, dst=receivers, output_size=places.shape[0])
+    return jnp.tanh(e3nn.norm(gathered, squared=True).array @ out)
+
+
+def _bonds(n: int) -> tuple[Any, ...]:
+    atoms, senders, receivers = _graphs(n)[:3]
+    weights = normal(8, 32, seed=1) / 3, normal(32, 3, seed=2) / 6, normal(3, 8, seed=3)
+    return (
+        bx.Ragged(atoms.data[:, :3], atoms.lengths, atoms.max_length),
+        senders,
+        receivers,
+        weights,
+    )
+
+
+@program(
+    "e3nn",
+    "equivariant messages in 200 molecules",
+    _bonds,
+    200,
+    in_axes=(0, bx.ragged("e"), bx.ragged("e"), None),
+    needs=("e3nn_jax",),
+    instead=lambda x, n, senders, receivers, edges, weights: jax.vmap(
+        lambda x, m, s, r, e: jnp.sum(
+            jnp.where(
+                m[:, None], _equivariant(x, s, r, weights, jnp.arange(s.size)[:, None] < e), 0
+            ),
+            0,
+        )
+    )(x, _mask(x, n), senders, receivers, edges),
+    before=lambda x, s, r, w: (*_padded(x), s.to_padded(), r.to_padded(), r.lengths, w),
+)
+def equivariant(places, senders, receivers, weights):
+    return _equivariant(places, senders, receivers, weights, True).sum(0)
+
+
+# --- jax-md and dynamax: rows of atoms and of times
+
+
+def _lennard_jones(x: Any) -> Any:
+    from jax_md import energy, space
+
+    return jax.value_and_grad(energy.lennard_jones_pair(space.free()[0]))(x)
+
+
+def _far_away(x: Any, lengths: Any) -> Any:
+    """Atoms of the padding are beyond the cutoff of all others."""
+    aside = 1e3 * (1 + jnp.arange(x.shape[1]))[:, None]
+    value, force = jax.vmap(_lennard_jones)(jnp.where(_mask(x, lengths)[..., None], x, aside))
+    return value, force
+
+
+@program(
+    "jax-md",
+    "Lennard-Jones forces in 200 drops",
+    lambda n: (_drops(n),),
+    200,
+    needs=("jax_md",),
+    instead=_far_away,
+    before=_padded,
+)
+def drops(x):
+    return _lennard_jones(x)
+
+
+def _drops(n: int) -> Any:
+    """Of atoms near the points of a grid."""
+    sizes = _sizes(n, 5, 60)
+    grid = np.stack(np.meshgrid(*[np.arange(4)] * 3), -1).reshape(-1, 3)
+    places = 1.2 * np.concatenate([grid[:size] for size in sizes])
+    rows = bx.Ragged(jnp.asarray(places, float), jnp.asarray(sizes), 60)
+    return bx.Ragged(rows.data + 0.05 * normal(*rows.data.shape), rows.lengths, 60)
+
+
+def _filtered(emissions: Any) -> Any:
+    from dynamax.linear_gaussian_ssm import LinearGaussianSSM
+
+    model = LinearGaussianSSM(state_dim=4, emission_dim=2)
+    parameters, _ = model.initialize(
+        jax.random.key(0),
+        dynamics_weights=jnp.eye(4) + 0.1 * jnp.eye(4, k=2),
+        emission_weights=jnp.eye(2, 4),
+    )
+    return model.filter(parameters, emissions).filtered_means
+
+
+@program(
+    "dynamax",
+    "Kalman filters of 128 tracks",
+    lambda n: (_rows(_sizes(n, 10, 200), 2),),
+    128,
+    instead=lambda y, lengths: jax.vmap(lambda y, n: _filtered(y)[n - 1])(y, lengths),
+    before=_padded,
+)
+def last_state(y):
+    return _filtered(y)[-1]

@@ -34,6 +34,7 @@ class Program:
       uneven: whether counts of lanes differ by 3x or more, or lengths of rows by 2x.
       looked_at: whether the cost model may be tuned by it; the others are held out.
       serial: whether `lax.map` is measured as well.
+      needs: modules to import; by default the library under its own name.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Program:
     uneven: bool = True
     looked_at: bool = False
     serial: bool = True
+    needs: tuple[str, ...] = ()
 
     @property
     def half(self) -> str:
@@ -57,7 +59,7 @@ class Program:
 
     def missing(self) -> list[str]:
         """Which modules it needs that are not installed."""
-        needs = [self.library.lower()] * (self.library != "JAX")
+        needs = self.needs or (self.library.lower(),) * (self.library != "JAX")
         return [name for name in needs if importlib.util.find_spec(name) is None]
 
     def ways(self, args: tuple[Any, ...]) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:

@@ -1,4 +1,4 @@
-"""Solvers: diffrax, optimistix, lineax, optax, and what JAX itself has."""
+"""Solvers and fits: diffrax, optimistix, lineax, optax, jaxopt, OTT, and what JAX itself has."""
 
 from __future__ import annotations
 
@@ -441,3 +441,156 @@ def one_at_a_time(x, w):
     for _ in range(4):
         x = jnp.tanh(x @ w)
     return x.sum(0)
+
+
+# --- jaxopt
+
+
+def _assets(n: int) -> tuple[Any, ...]:
+    """Returns of 20 assets on 60 days, in units that differ."""
+    scales = 10 ** (uniform(n, 1, 1, low=0, high=1, seed=1) * uniform(n, 1, 20, seed=2))
+    return normal(n, 60, 20) * scales, uniform(n, 20, high=0.5, seed=3)
+
+
+@program("jaxopt", "weights on a simplex, 128 portfolios", _assets, 128)
+def on_a_simplex(returns, mean):
+    import jaxopt
+
+    def risk(weights, returns, mean):
+        return jnp.mean((returns @ weights) ** 2) - mean @ weights
+
+    solver = jaxopt.ProjectedGradient(
+        fun=risk, projection=jaxopt.projection.projection_simplex, maxiter=500, tol=1e-3
+    )
+    return solver.run(jnp.ones(20) / 20, returns=returns, mean=mean).params
+
+
+@program("jaxopt", "OSQP, 64 portfolios", _assets, 64)
+def quadratic_programs(returns, mean):
+    import jaxopt
+
+    solution = jaxopt.OSQP(tol=1e-3, maxiter=2000).run(
+        params_obj=(returns.T @ returns / 60 + 1e-2 * jnp.eye(20), -mean),
+        params_eq=(jnp.ones((1, 20)), jnp.ones(1)),
+        params_ineq=(-jnp.eye(20), jnp.zeros(20)),
+    )
+    return solution.params.primal
+
+
+# --- tinygp
+
+
+def _light_curves(n: int) -> tuple[Any, ...]:
+    t = jnp.sort(10 * uniform(n, 30), 1)
+    wave = jnp.sin(t * uniform(n, 1, low=0.3, high=4, seed=1))
+    return t, wave + uniform(n, 1, low=0.05, high=0.5, seed=2) * normal(n, 30, seed=3)
+
+
+@program("tinygp", "kernels of 32 light curves", _light_curves, 32)
+def light_curve(t, y):
+    from tinygp import GaussianProcess, kernels
+
+    def loss(theta):
+        kernel = jnp.exp(theta["amplitude"]) * kernels.Matern32(jnp.exp(theta["scale"]))
+        noise = jnp.exp(theta["noise"]) + 1e-3
+        return -GaussianProcess(kernel, t, diag=noise, mean=theta["mean"]).log_probability(y)
+
+    start = dict.fromkeys(("amplitude", "scale", "noise", "mean"), jnp.float32(0))
+    return loss(_minimized(loss, start, 1e-1, 40))
+
+
+# --- OTT
+
+
+def _clouds(n: int) -> tuple[Any, ...]:
+    return (
+        normal(n, 40, 2),
+        normal(n, 50, 2, seed=1) + 1,
+        10 ** uniform(n, low=-2, high=0.5, seed=2),
+    )
+
+
+@program("OTT", "Sinkhorn, 64 pairs of clouds", _clouds, 64)
+def sinkhorn(x, y, epsilon):
+    from ott.geometry import pointcloud
+    from ott.solvers import linear
+
+    geometry = pointcloud.PointCloud(x, y, epsilon=epsilon)
+    solution = linear.solve(geometry, threshold=1e-3, max_iterations=2000)
+    return solution.reg_ot_cost, solution.n_iters
+
+
+def _clusters(n: int) -> tuple[Any, ...]:
+    """Four clusters, from apart to one heap."""
+    centers = normal(n, 4, 2, seed=1) * uniform(n, 1, 1, low=0.2, high=5, seed=2)
+    return keys(n), (centers[:, :, None] + normal(n, 4, 25, 2)).reshape(n, 100, 2)
+
+
+@program("OTT", "k-means, 64 data sets", _clusters, 64)
+def clusters(key, x):
+    from ott.tools import k_means
+
+    return k_means.k_means(x, k=4, n_init=2, rng=key).error
+
+
+# --- evosax
+
+
+@program(
+    "evosax",
+    "CMA-ES to a level, 64 ellipsoids",
+    lambda n: (keys(n), 10 ** uniform(n, 1, high=3, seed=1) ** jnp.linspace(0, 1, 6)),
+    64,
+)
+def evolved(key, scales):
+    from evosax.algorithms import CMA_ES
+
+    strategy = CMA_ES(population_size=12, solution=jnp.zeros(6))
+    parameters = strategy.default_params
+
+    def going_on(carry):
+        _, state = carry
+        return (state.best_fitness > 1e-3) & (state.generation_counter < 300)
+
+    def step(carry):
+        key, state = carry
+        key, ask, tell = jax.random.split(key, 3)
+        population, state = strategy.ask(ask, state, parameters)
+        fitness = jax.vmap(lambda x: jnp.sum(scales * (x - 1) ** 2))(population)
+        return key, strategy.tell(tell, population, fitness, state, parameters)[0]
+
+    first, key = jax.random.split(key)
+    state = strategy.init(first, jnp.zeros(6), parameters)
+    return lax.while_loop(going_on, step, (key, state))[1].generation_counter
+
+
+# --- dynamax
+
+
+def _regimes(n: int) -> tuple[Any, ...]:
+    """Three states, from far apart to hardly told apart."""
+    states = jnp.cumsum(uniform(n, 100) < 0.1, 1) % 3
+    apart = uniform(n, 1, 1, low=0.5, high=5, seed=1)
+    centers = jnp.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    return keys(n), apart * centers[states] + normal(n, 100, 2, seed=2)
+
+
+@program("dynamax", "EM of a Gaussian HMM, 32 series", _regimes, 32)
+def regimes(key, emissions):
+    from dynamax.hidden_markov_model import GaussianHMM
+
+    model = GaussianHMM(3, 2)
+    parameters, properties = model.initialize(key=key, method="prior")
+
+    def step(carry):
+        parameters, old, _, count = carry
+        statistics, likelihood = model.e_step(parameters, emissions)
+        likelihood = likelihood + model.log_prior(parameters)
+        kept = model.initialize_m_step_state(parameters, properties)
+        every = jax.tree.map(lambda x: x[None], statistics)
+        parameters, _ = model.m_step(parameters, properties, every, kept)
+        return parameters, likelihood, likelihood - old, count + 1
+
+    going_on = lambda carry: (carry[2] > 1e-2) & (carry[3] < 200)
+    start = parameters, -jnp.inf, jnp.inf, 0
+    return lax.while_loop(going_on, step, start)[1::2]

@@ -120,7 +120,19 @@ COUNTED = {
     "with a ragged carry": lambda x: lax.fori_loop(
         0, x.shape[0] - 1, lambda i, c: c.at[i + 1].add(jnp.sin(c[i])), x
     ),
+    "a scan of so many steps": lambda x: lax.scan(
+        lambda c, _: (jnp.sin(c) + x.sum(0), c), jnp.zeros(3), length=x.shape[0]
+    ),
+    "a scan of rows that names its length": lambda x: lax.scan(
+        lambda c, r: (jnp.sin(c) + r, c), jnp.zeros(3), x, x.shape[0], reverse=True
+    ),
 }
+
+
+def test_a_scan_of_another_length_than_that_of_its_rows_raises():
+    scan = lambda x: lax.scan(lambda c, r: (c, r), 0, x, length=x.shape[0] - 1)
+    with pytest.raises(ValueError, match="leading axis sizes"):
+        bx.vmap(scan)(ragged(3, lengths=(3, 1, 2)))
 
 
 def test_a_loop_that_counts_to_the_length_has_both_derivatives():

@@ -84,10 +84,25 @@ def _fori_loop(
         isinstance(x, int) or _compat.is_row_size(x) for x in bounds
     ):
         return original(lower, upper, body_fun, init_val, **options)
-    # `length=` would have to be an int, so the number of steps is given as the size of an array.
-    steps = jnp.arange(max_dim(upper - lower, 0))
     step = lambda carry, _: ((carry[0] + 1, body_fun(*carry)), None)
-    return lax.scan(step, (lower, init_val), steps)[0][1]
+    return lax.scan(step, (lower, init_val), length=max_dim(upper - lower, 0))[0][1]
+
+
+@_compat.patches("jax.lax.scan")
+def _scan(
+    original: Callable[..., Any],
+    f: Callable[..., Any],
+    init: Tree,
+    xs: Tree = None,
+    length: Dim | None = None,
+    *args: Any,
+    **options: Any,
+) -> Tree:
+    # JAX takes an int for the number of steps. The size of one more array gives a symbolic one.
+    if not _compat.is_row_size(length):
+        return original(f, init, xs, length, *args, **options)
+    step = lambda carry, x: f(carry, x[0])
+    return original(step, init, (xs, jnp.arange(length)), None, *args, **options)
 
 
 @_compat.patches("jax.random.permutation")
