@@ -20,7 +20,7 @@ import numpy as np
 
 import batchax as bx
 from benchmarks.hlo import normalised_hlo, operations
-from benchmarks.programs import counts, primitives
+from benchmarks.programs import primitives
 from benchmarks.workload import Workload
 
 
@@ -82,8 +82,7 @@ class Side:
 
     trace_seconds: float
     run_seconds: float
-    primitives: Counter[str]
-    counts: dict[str, int]
+    equations: int  # of the jaxpr, and of all programs inside it
     operations: Counter[str]
     temporary_bytes: int
     total_bytes: int
@@ -101,10 +100,6 @@ class Result:
     run: Ratio
     hlo: str
     """"same", "same operations" (in another order or layout) or "differs"."""
-
-    def more(self, kind: str) -> int:
-        """How many more equations of a kind batchax emits than the other."""
-        return self.ours.counts[kind] - self.other.counts[kind]
 
 
 def measure(workload: Workload, effort: Effort) -> Result:
@@ -224,9 +219,7 @@ def repeated(compiled: Any, args: Any, often: int) -> Callable[[], int]:
 
 
 def _side(jaxpr: Any, hlo: str, memory: Any, trace: Any, run: Any) -> Side:
-    histogram = Counter(primitives(jaxpr.jaxpr))
+    equations = sum(1 for _ in primitives(jaxpr.jaxpr))
     temporary = memory.temp_size_in_bytes
     total = temporary + memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return Side(
-        float(trace), float(run), histogram, counts(histogram), operations(hlo), temporary, total
-    )
+    return Side(float(trace), float(run), equations, operations(hlo), temporary, total)

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from benchmarks.measure import Ratio, Result
-from benchmarks.programs import KINDS
 
 TITLE = "bx.vmap against jax.vmap"
 TRACING_GOAL = 1.1
@@ -54,15 +53,6 @@ def summary(results: Sequence[Result]) -> str:
             "Where the HLO is the same, the ratio of run times would be 1 on a quiet machine; it "
             f"went from {min(r.run.value for r in same):.2f} to "
             f"{max(r.run.value for r in same):.2f}: that is the noise of these measurements."
-        )
-    for kind in KINDS:
-        ours, theirs = (sum(s.counts[kind] for s in side) for side in _sides(results))
-        points.append(
-            f"{kind.capitalize()}: {ours} against {theirs} in all; more than `jax.vmap`"
-            + named(
-                (r for r in results if r.more(kind) > 0),
-                lambda r, kind=kind: f"{r.ours.counts[kind]} against {r.other.counts[kind]}",
-            )
         )
     points.append(
         "More memory than `jax.vmap` (arguments, outputs and temporaries)"
@@ -116,9 +106,8 @@ def _page(results: Sequence[Result]) -> str:
 Both vmaps batch the same per-example function in one process, interleaved. Ratios are batchax's
 median over that of `jax.vmap`, below 1 where batchax is faster, with a 95% bootstrap interval.
 *Tracing* is `jax.make_jaxpr` of the batched function, traced again each time, in CPU time of
-its thread. *Running* is the compiled program, on the clock. Counts are of equations in the jaxpr
-and all programs inside it, batchax's first where they differ; a reshape with `dimensions` counts
-as a transpose and a reshape. *HLO* compares the optimised
+its thread. *Running* is the compiled program, on the clock. *Equations* are those of the jaxpr
+and all programs inside it, batchax's first where they differ. *HLO* compares the optimised
 programs without names and source lines; "same operations" have another order or layout, and
 where the programs differ, the number of instructions follows.
 *Temporaries* is what the compiled program allocates besides arguments and outputs.
@@ -129,8 +118,8 @@ where the programs differ, the number of instructions follows.
 
 def table(results: Sequence[Result]) -> str:
     """Every figure of every workload, in Markdown."""
-    heads = ["workload", "tracing", "running", "HLO", *KINDS, "temporaries"]
-    rows = [heads, ["---"] + ["---:"] * 2 + ["---"] + ["---:"] * (len(KINDS) + 1)]
+    heads = ["workload", "tracing", "running", "HLO", "equations", "temporaries"]
+    rows = [heads, ["---"] + ["---:"] * 2 + ["---"] + ["---:"] * 2]
     family = None
     for r in results:
         if r.family != family:
@@ -142,7 +131,7 @@ def table(results: Sequence[Result]) -> str:
                 interval(r.trace),
                 interval(r.run),
                 how_hlo_differs(r),
-                *(_pair(r.ours.counts[kind], r.other.counts[kind]) for kind in KINDS),
+                _pair(r.ours.equations, r.other.equations),
                 _pair(size(r.ours.temporary_bytes), size(r.other.temporary_bytes)),
             ]
         )
@@ -237,10 +226,6 @@ def how_hlo_differs(result: Result) -> str:
         return result.hlo
     ours, theirs = (sum(side.operations.values()) for side in (result.ours, result.other))
     return f"differs, {ours} / {theirs}"
-
-
-def _sides(results: Sequence[Result]) -> tuple[list, list]:
-    return [r.ours for r in results], [r.other for r in results]
 
 
 def _median(ratios: Iterable[Ratio]) -> str:

@@ -41,6 +41,7 @@ NESTS = """
     ("quoted", "now"),
     [
         ("0.14<!-- nests; NUTS, 100 chains; auto -->", "0.15"),
+        ("0.14x<!-- nests; NUTS, 100 chains; auto -->", "0.15x"),
         ("2.5 s<!-- nests; NUTS, 100 chains; jax.vmap -->", "2.3 s"),
         ("1/7<!-- nests; NUTS, 100 chains; auto -->", "1/7"),
         ("1/10<!-- nests; `auto` takes *x the time -->", "1/10"),

@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_QUOTED = re.compile(r"(?P<figure>(?:1/)?\d[\d.]*(?: (?:s|ms|MB|kB))?)<!-- (?P<source>.+?) -->")
+_QUOTED = re.compile(r"(?P<figure>(?:1/)?\d[\d.]*(?: (?:s|ms|MB|kB))?)x?<!-- (?P<source>.+?) -->")
 _LISTED = re.compile(r"^(?P<words>.*\[[^\]]+\].*) = (?P<source>.+)$", re.MULTILINE)
 _NUMBER = r"(\d[\d,.]*\d|\d)(?: (s|ms|MB|kB)\b)?"
 _UNITS = {"": 1, "s": 1, "ms": 1e-3, "MB": 1e6, "kB": 1e3}

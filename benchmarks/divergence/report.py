@@ -75,13 +75,6 @@ def summary(results: Sequence[DivergenceResult]) -> str:
                 f"`{BASE}` at the median, {max(slower.values()):.1f}x at most "
                 f"({max(slower, key=slower.__getitem__)})"
             )
-        points.append(
-            f"More temporaries in `{way}` than in `{BASE}`"
-            + named(
-                (r for r in results if r.ways[way].temporary_bytes > r.base.temporary_bytes),
-                lambda r, way=way: " against ".join(_temporaries(w) for w in (r.ways[way], r.base)),
-            )
-        )
     return "\n".join(f"- {p}." for p in points)
 
 

@@ -32,8 +32,8 @@ def summary(results: Sequence[Result]) -> str:
             + named((r for r in chosen if r.hlo != "same"), how_hlo_differs, "; not for")
             + "; more equations"
             + named(
-                (r for r in chosen if r.more("equations") > 0),
-                lambda r: f"{r.ours.counts['equations']} against {r.other.counts['equations']}",
+                (r for r in chosen if r.ours.equations > r.other.equations),
+                lambda r: f"{r.ours.equations} against {r.other.equations}",
             )
             + "; slower beyond the interval"
             + named(
