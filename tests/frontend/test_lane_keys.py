@@ -125,7 +125,7 @@ REFUSED = {
     ),
     "numbers": (lambda: bx.vmap(noisy, (bx.split_key, 0))(X, X), "it takes one random key"),
     "no array": (lambda: bx.vmap(noisy, (bx.split_key, 0))("key", X), "of type str: it takes one"),
-    "alone": (lambda: bx.vmap(jax.random.normal, bx.split_key)(TYPED), "pass axis_size"),
+    "alone": (lambda: bx.vmap(jax.random.normal, bx.split_key)(TYPED), "Pass axis_size"),
     "an output": (
         lambda: bx.vmap(noisy, (0, 0), bx.split_key)(jax.random.split(TYPED, 7), X),
         "out_axes gives batchax.split_key for out: that kind of axis is for arguments",

@@ -1,5 +1,6 @@
 """The front door: every way of saying which axes, and what comes back."""
 
+import copy
 import functools
 import gc
 import pickle
@@ -291,3 +292,8 @@ def test_what_it_returns_is_sent_by_value(options):
     sent = pickle.loads(cloudpickle.dumps(bx.vmap(f, **options)))
     same(sent(x), bx.vmap(f, **options)(x))
     assert list(bx.find_nonfinite(sent)(x.at[1].set(jnp.nan)).lanes)
+
+
+def test_specifications_stay_what_they_are():
+    for spec in (bx.AUTO, bx.LANE_INDEX, bx.ZERO_IF_MAPPED, bx.split_key):
+        assert pickle.loads(pickle.dumps(spec)) is copy.deepcopy(spec) is spec

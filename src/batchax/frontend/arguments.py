@@ -620,5 +620,8 @@ class _SplitKey(AxisSpec):
     def __repr__(self) -> str:
         return "batchax.split_key"
 
+    def __reduce__(self) -> str:
+        return "split_key"  # as of `LANE_INDEX`
+
 
 split_key = _SplitKey()

@@ -96,6 +96,9 @@ class _LaneIndex:
     def __repr__(self) -> str:
         return "batchax.LANE_INDEX"
 
+    def __reduce__(self) -> str:
+        return "LANE_INDEX"  # a copy of it, or what a process is sent, is this object
+
 
 LANE_INDEX = _LaneIndex()
 

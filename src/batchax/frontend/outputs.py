@@ -56,6 +56,9 @@ class _Auto:
     def __repr__(self) -> str:
         return "batchax.AUTO"
 
+    def __reduce__(self) -> str:
+        return "AUTO"  # as of `LANE_INDEX`
+
 
 AUTO = _Auto()
 
