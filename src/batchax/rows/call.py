@@ -817,8 +817,9 @@ def explained(call: RowCall, error: Exception, on_mesh: bool) -> Exception:
             f"{_line(error)}the function needs the {length} of a {row} as a number, but {row}s "
             f"have a symbolic size ({names}) here, because {reason}: "
             f"{question_of(error)}.\nTo compute with the {length}, pass {size} to jax.numpy: "
-            f"jnp.arange({size}), jnp.sqrt({size}).\n{remedy} if it needs "
-            f"a number. Then {row}s of one {length} run together, or of one bucket with buckets=."
+            f"jnp.arange({size}), jnp.sqrt({size}).\nFor a number, "
+            f"{remedy[0].lower()}{remedy[1:]}. Then {row}s of one {length} run together, or of "
+            "one bucket with buckets=."
             + (
                 f"\n{before[0]} was looked up before the call, so it is JAX's function. Call it as "
                 f"{before[1]}, which takes symbolic sizes while {row}s are traced."
