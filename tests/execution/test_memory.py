@@ -72,8 +72,9 @@ def test_a_derivative_chooses_for_itself():
 
 
 def test_without_a_limit_what_the_device_has_free():
-    same(auto(None)(W, X), bx.vmap(wide, (None, 0))(W, X))
-    assert last_choice("wide").batch_size == LANES
+    few = X[:60]  # whose temporaries a cache holds, in double precision, too
+    same(auto(None)(W, few), bx.vmap(wide, (None, 0))(W, few))
+    assert last_choice("wide").batch_size == len(few)
     assert last_choice("wide").limit > 2**20
 
 
