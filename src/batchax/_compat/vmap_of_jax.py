@@ -31,14 +31,28 @@ def jax_has_rule(primitive: Primitive) -> bool:
 
 def is_jaxs_rule(rule: Callable[..., Any]) -> bool:
     """Returns whether a rule in JAX's table is from JAX or batchax."""
+    module = getattr(_registered(rule), "__module__", None) or ""
+    return module.partition(".")[0] in ("jax", "jaxlib", "batchax")
+
+
+def is_vmap_of_impl(primitive: Primitive) -> bool:
+    """Returns whether a library registered ``jax.vmap`` of its `impl` as the rule of `primitive`.
+
+    That is what ``equinox.internal.create_vprim`` does.
+    """
+    rule = batching.fancy_primitive_batchers.get(primitive)
+    made_by = getattr(rule and _registered(rule), "__qualname__", "")
+    return made_by == "create_vprim.<locals>.batch_rule"
+
+
+def _registered(rule: Callable[..., Any]) -> Callable[..., Any]:
     # JAX wraps rules in its older tables in a function that closes over the rule.
     rule = getattr(rule, "func", rule)
     if "BatchersProxy" in getattr(rule, "__qualname__", ""):
         inside = (cell.cell_contents for cell in rule.__closure__ or ())
         rule = next(x for x in inside if callable(x) and not isinstance(x, Primitive))
         rule = getattr(rule, "func", rule)
-    module = getattr(rule, "__module__", None) or ""
-    return module.partition(".")[0] in ("jax", "jaxlib", "batchax")
+    return rule
 
 
 def batched_by_jax(x: Value) -> tuple[Any, int | None]:

@@ -313,12 +313,12 @@ def _of_the_last(
     widths, why = _widths(t, size, step, request, 1 if long else _ROOM)
     if t.explicit:
         return widths, why
-    few = loop.bounded and step.work * size >= t.min_work
-    saves = size + step.overhead >= t.min_tail_gain * (widths[-1] + step.overhead)
-    pays = saves and (few or long) and alike <= widths[-1] < size
+    few, last = loop.bounded and step.work * size >= t.min_work, max(widths[-1], alike)
+    saves = size + step.overhead >= t.min_tail_gain * (last + step.overhead)
+    pays = saves and (few or long) and last < size
     if pays and not few and t.kernel_lanes and step.length > _LONGEST_TWICE:  # on a CPU
         return (size,), _LONG
-    return (widths, why) if pays else ((size,), CHEAP)
+    return ((*widths[:-1], last), why) if pays else ((size,), CHEAP)
 
 
 def _widths(

@@ -216,7 +216,8 @@ def differing_in_steps(jaxpr: Jaxpr, same: int, carried: int, given: Differs) ->
         before = given[same : same + carried]
         carry = tuple(a or b for a, b in zip(before, inside.results, strict=False))
         if carry == before:
-            return Differing((*carry, *inside.results[carried:]), inside.parts)
+            parts = inside.parts and not _stays_together(jaxpr)
+            return Differing((*carry, *inside.results[carried:]), parts)
         given = (*given[:same], *carry, *given[same + carried :])
 
 

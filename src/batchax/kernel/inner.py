@@ -60,6 +60,7 @@ from batchax.kernel.axis import (
     names_in,
     sharding_on_mesh,
 )
+from batchax.kernel.impl_programs import with_impl_programs
 from batchax.kernel.interpreter import checks_nans_here, interpret
 from batchax.kernel.named_axes import (
     Varying,
@@ -577,8 +578,10 @@ class MappedProgram:
 
 def of_what_is_read(program: Any) -> Jaxpr:
     """Returns the jaxpr of a program, in which loops carry only what something reads."""
-    jaxpr = program.jaxpr
-    if not (isinstance(program, ClosedJaxpr) and _leaves_unread(jaxpr)):
+    if not isinstance(program, ClosedJaxpr):
+        return program.jaxpr
+    jaxpr = with_impl_programs(program)
+    if not _leaves_unread(jaxpr):
         return jaxpr
     # JAX's dead code elimination keeps all that a ``while`` carries: XLA removes it later, if no
     # lane is moved. So a placeholder stands for the loop.
