@@ -249,7 +249,7 @@ COMMANDS = {
     "rows": (["bag"], [f" {of_rows.PADDED} |", f" {of_rows.LOOP} |"], ["rows.png"]),
     "rules": (["few operations"], [f"| few operations, {use} |" for use in USES], []),
     "search": (
-        ["int8, 16", "cumulative sum"],
+        ["distances by nested vmaps", "cumulative sum"],
         ["Of 2 programs,\n1 compile to the same program", "| running | "],
         [],
     ),
