@@ -179,7 +179,6 @@ TABLE = {
     # What the user asks for need not be as fast in the worst case: it saves much in the usual one.
     "compact": Thresholds(
         max_move_steps=math.inf,
-        max_move_steps_nested=math.inf,
         min_work=Nanoseconds(33 * LAUNCH),
         min_branch_work=Nanoseconds(167 * LAUNCH),
         min_core_work=Nanoseconds(math.inf),

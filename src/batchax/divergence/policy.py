@@ -316,7 +316,7 @@ def _of_the_last(
     few, last = loop.bounded and step.work * size >= t.min_work, max(widths[-1], alike)
     saves = size + step.overhead >= t.min_tail_gain * (last + step.overhead)
     pays = saves and (few or long) and last < size
-    if pays and not few and t.kernel_lanes and step.length > _LONGEST_TWICE:  # on a CPU
+    if pays and not few and t.kernel_lanes and 2 * step.length > _LONGEST:  # on a CPU
         return (size,), _LONG
     return ((*widths[:-1], last), why) if pays else ((size,), CHEAP)
 
@@ -331,19 +331,17 @@ def _widths(
     """
     most, width = request.most(size), request.option.width
     # Each window is one more copy of the program of a step to compile.
-    windows = min(t.windows, max(1, _LONGEST // max(1, step.length)))
+    windows = min(t.windows, max(1, _LONGEST // max(1, step.length) - 1))
     if request.nesting:
         windows = 1
         if request.nesting > 1 or 4 * step.length > _LONGEST:
             return (most,), f"inside another, {_LONG}"
-        if step.moving > _MOST_STEPS_INSIDE and width is None:
-            return (most,), "inside another, to move a lane costs more than the steps saved"
     narrow = power_of_two(step.overhead)
     least = narrow if t.explicit else 1  # by default less must be saved than this makes sure of
     if width is None:
         cached = power_of_two(lanes_in_cache(step.held))
         wide = int(min((_ROOMY if windows > 1 else room) * narrow, max(narrow, cached)))
-        wide = min(wide, max(size // _FEW, min(narrow, size // _FEWEST)))
+        wide = min(wide, size // _FEW)
     else:
         wide, least = width, min(width, least)
     wide = min(wide, most)
@@ -440,7 +438,7 @@ def _nest(nested: NestedLoop, t: Thresholds, request: Request) -> NestDecision:
     if _few_serial(t, nested.whole, step) >= size:
         return Alone()
     price, long = price_inside(nest), length is not None and length > _MANY
-    width = request.option.width or (size if long else _width_of_nest(t, size, nest))
+    width = request.option.width or _width_of_nest(t, size, nest)
     flat = _flattened(min(width, request.most(size)), nest, request)
     width = flat.window.widths[0]
     cheap = price.of(size) < t.min_work_inside
@@ -448,17 +446,19 @@ def _nest(nested: NestedLoop, t: Thresholds, request: Request) -> NestDecision:
         moving = price_of_moving(nest.slots, nest.slots).of(size)
         # Lanes together take this much less, in tiles of the loops inside, or in one flat loop. If
         # they leave the outer loop as well, those by themselves gain more.
-        saved = (size / alone - 1) * _FEW_INSIDE * price.of(size)
+        saved = (size / alone - 1) * _FEW_STEPS * price.of(size)
         tiled = cheap and _fits_tiles(t, size, nest.inside)
         if length is None or saved <= (0 if tiled else moving):
             return Probed(size / alone)
     if cheap:
         return Masked(_CHEAP_INSIDE)
-    limit = t.max_move_steps_nested * price.lane * (length or _STEPS_AROUND)
+    limit = t.max_move_steps_nested * price.lane * (length or _FEW_STEPS)
     moving = time_to_move([*nest.own, *nest.slots])
-    if width < size and moving > _TAIL * limit:  # a window saves half, and compiles long
+    if width == size or moving <= limit or request.option.width:
+        return flat
+    if long or moving > _TAIL * limit:
         return Flattened(replace(flat.window, widths=(size,)))
-    if width < size and moving > limit:
+    if not t.explicit:
         # All lanes run first, and the step is compiled once more for the last of them.
         last = max(width, size // _LEFT)
         return Flattened(replace(flat.window, widths=(size, last), leave_at=last))
@@ -575,16 +575,12 @@ _LIBRARY = "fewer lanes would run its operations one after another, by a library
 # The benchmark `divergence` times loops with windows of these widths.
 _NARROWING = 4  # the second window is this many times narrower than the first
 _FEW = 8  # the share of all lanes that a window holds at most: in a wide one few leave for long
-_FEWEST = 4  # the same where windows narrower than that would be mostly overhead
 _ROOM = 4  # how many times as long as its overhead a step of a window alone takes
 _ROOMY = 16  # how many times as long as its overhead a step of the first of two windows takes
-_LONGEST = 700  # operations in the programs of all windows together, about: each is compiled
-# The same of a step that is compiled twice by default: a program that is little else then compiles
-# for more than twice as long as that of `jax.vmap`. Programs: Dogleg, adaptive tempering.
-_LONGEST_TWICE = 500
-# A loop inside a loop has windows only if moving a lane costs no more than so many of its steps:
-# it is entered often, and mostly for few steps.
-_MOST_STEPS_INSIDE = 8
+# Operations in the programs of all lanes and of each window together: each is compiled. A program
+# that is little else compiles for more than twice as long as that of `jax.vmap` beyond. Rows:
+# adaptive ODE solver; programs: Dogleg, adaptive tempering.
+_LONGEST = 1000
 # Steps of a nested loop that all lanes take, masked, before it is known how unequal their counts
 # are; and how long lanes may take one after another if counts are equal, over a step of all. They
 # do so only once that has been seen to take less, by this factor. Programs: NUTS.
@@ -604,9 +600,9 @@ _TAIL = 4
 _TO_MOVE, _TO_TAKE_APART = 100, 600
 _LEFT = 8  # of so many lanes of a tile, or of a nested loop, one may be left
 _VECTOR = 8  # lanes that a core computes at once
-# Steps of the loops inside in each step of the outer one, if unknown. Rows: elliptical slice, NUTS.
-_FEW_INSIDE = 16
-_STEPS_AROUND = 8  # of a loop around others, if their number is not known
+# Steps of a loop, of one inside it in each of them, or of one around it, if their number is not
+# known. Rows: elliptical slice, NUTS.
+_FEW_STEPS = 16
 _LEAST_OF_NESTS = 64  # lanes in a window of a nested loop
 _WORTH = 4.0  # how many times as long as it takes to begin its operations such a window works
 _WINDOWS_OF_NESTS = 4  # how many of them all lanes fill
