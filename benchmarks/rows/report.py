@@ -102,8 +102,8 @@ each true one. The *transformer encoder* has 16 rows of mean length 64, the long
 tensors, and 1.6x the time of CoRa; those are figures of other machines. Where PyTorch is
 installed, its layer is run here too, of padded rows and of nested tensors, without derivatives and
 as it is: `torch.compile` of either takes minutes. *buckets=4* runs rows in so many size buckets.
-Images are ragged along two axes, and for convolutions their sizes are known while the program is
-compiled. Any other [ragged batch](../guides/ragged.md) goes through `bx.vmap` of the function of
+Images are ragged along two axes, and for convolutions to 8 channels their sizes are known while the
+program is compiled. Any other [ragged batch](../guides/ragged.md) goes through `bx.vmap` of the function of
 one row with lengths traced. *Padded by hand* computes on padded rows and masks what needs it;
 *packed by hand* computes on the elements one after another, with `jax.ops.segment_sum` for sums,
 where there is such a way; *a call for each row* is the compiled function called in a Python loop,

@@ -356,6 +356,12 @@ _WORKLOADS = [
     ),
     _IMAGES,
     replace(_IMAGES, name="images, two convolutions, buckets=4", buckets=4),
+    replace(
+        _IMAGES,
+        name="images, two convolutions, 32 channels",
+        weights=_dense((3, 3, 3, 32), (3, 3, 32, 32)),
+        known=False,
+    ),
     # Packed along two axes. Padded, in size buckets, values take 9x the time, gradients 20x.
     RowWorkload(
         "images, network for each pixel, mean",

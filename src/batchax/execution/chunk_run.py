@@ -48,6 +48,7 @@ from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.inner import inline_jaxpr, while_loop
 from batchax.rules.calls import zero_after
+from batchax.rules.convolution import with_channels_last
 
 
 def run_serial_or_masked(loop: ChunkLoop, operands: Values) -> list[Value]:
@@ -206,7 +207,7 @@ class _Chunks:
             _part(x, spec, start, index, width, gathered)
             for x, spec in zip(operands, loop.operands, strict=True)
         ]
-        return inline_jaxpr(program, [start, *parts]), gathered
+        return inline_jaxpr(with_channels_last(program), [start, *parts]), gathered
 
     def step(
         self, index: Value, width: int, results: Values, start: Value | None = None
