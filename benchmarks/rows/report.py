@@ -103,14 +103,14 @@ tensors, and 1.6x the time of CoRa; those are figures of other machines. Where P
 installed, its layer is run here too, of padded rows and of nested tensors, without derivatives and
 as it is: `torch.compile` of either takes minutes. *buckets=4* runs rows in so many size buckets.
 Images are ragged along two axes, and for convolutions to 8 channels their sizes are known while the
-program is compiled. Any other [ragged batch](../guides/ragged.md) goes through `bx.vmap` of the function of
-one row with lengths traced. *Padded by hand* computes on padded rows and masks what needs it;
-*packed by hand* computes on the elements one after another, with `jax.ops.segment_sum` for sums,
-where there is such a way; *a call for each row* is the compiled function called in a Python loop,
-compiled before for each length. Each way is given rows in the form that it takes, and leaves them
-so: what batchax takes to pad rows, or to find the row of each element, counts, and rows by hand
-come padded, or with the row of each element. *Gradient* is that of a sum of squares with respect to
-the weights.
+program is compiled. Any other [ragged batch](../guides/ragged.md) goes through `bx.vmap` of the
+function of one row with lengths traced. *Padded by hand* computes on padded rows and masks what
+needs it; *packed by hand* computes on the elements one after another, with `jax.ops.segment_sum`
+for sums, where there is such a way; *a call for each row* is the compiled function called in a
+Python loop, compiled before for each length. Each way is given rows in the form that it takes, and
+leaves them so: what batchax takes to pad rows, or to find the row of each element, counts, and rows
+by hand come padded, or with the row of each element. *Gradient* is that of a sum of squares with
+respect to the weights.
 
 All sides run in one process, interleaved. Ratios are batchax's median over the other, below 1
 where batchax is faster, with a 95% bootstrap interval. *Temporaries* is what the compiled programs
