@@ -34,7 +34,6 @@ JAX_ONLY = {
     "reduce_window_min",
     "reduce_window_sum",
     "remat_opt",
-    "run_state",
     "select_and_gather_add",
     "select_and_scatter_add",
     "tridiagonal_solve",

@@ -79,7 +79,11 @@ NOT_THIN = {
         X.astype(np.float16),
         W.astype(np.float16),
     ),
-    "an algorithm": (lambda x, w: jnp.dot(x, w, precision="F32_F32_F32"), X, W),
+    "an algorithm": (
+        lambda x, w: jnp.dot(x, w, precision="F32_F32_F32"),
+        X.astype(np.float32),
+        W.astype(np.float32),
+    ),
     "in a loop": (lambda x, w: lax.fori_loop(0, 2, lambda _, x: jnp.tanh(w @ x), x), X, W[:, :3]),
 }
 

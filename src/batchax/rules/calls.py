@@ -21,7 +21,7 @@ from batchax.jaxprs.primitive_facts import body_parameter, enter, facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Tree, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, RuleOutputs, move_axis
-from batchax.kernel.inner import Captured, batch_inner, program_behind
+from batchax.kernel.inner import Captured, batch_function, batch_inner, program_behind
 from batchax.kernel.interpreter import Place, interpret
 from batchax.kernel.named_axes import varying_of, without_mesh
 from batchax.kernel.own_primitive import own_primitive
@@ -219,6 +219,19 @@ def _composite(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> R
     # the body.
     body = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
     return interpret(axis, body.jaxpr, body.consts, args, axes)
+
+
+@register_rule("run_state")
+def _run_state(
+    axis: Axis, args: Values, axes: Positions, /, *, jaxpr: Any, **params: Any
+) -> RuleOutputs:
+    # References are made here: then it is found which of them need a part for each lane.
+    def one_example(*xs: Value) -> list[Any]:
+        refs = [x if _compat.is_reference(x) else jax.new_ref(x) for x in xs]
+        eval_jaxpr(jaxpr, (), *refs)
+        return [r if r is x else jax.freeze(r) for r, x in zip(refs, xs, strict=True)]
+
+    return batch_function(axis, one_example, args, axes)
 
 
 @register_rule("custom_vmap_call")
