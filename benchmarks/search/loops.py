@@ -191,6 +191,19 @@ def rejection(key: Any) -> Any:
     return lax.while_loop(lambda s: jnp.sum(s[1] ** 2) > 1, draw, (key, jnp.ones(4)))[1]
 
 
+def walk(key: Any) -> Any:
+    """A walk of drawn steps until it leaves a slab, as that of a photon."""
+
+    def step(s: Any) -> Any:
+        key, x, n = s
+        key, length, angle = jax.random.split(key, 3)
+        cosine = jax.random.uniform(angle, minval=-1.0)
+        return key, x + cosine * jax.random.exponential(length), n + 1
+
+    start = key, jnp.float32(0), jnp.int32(0)
+    return lax.while_loop(lambda s: (jnp.abs(s[1]) < 4) & (s[2] < 1000), step, start)[1:]
+
+
 def conjugate_gradients(a: Any, b: Any) -> Any:
     def step(s: Any) -> Any:
         x, r, p, rr = s
@@ -340,6 +353,7 @@ draft(
     in_axes=(None, 0),
 )
 draft("sampling", "rejection", rejection, lambda n: (keys(n),), 256, 4096)
+draft("sampling", "walk", walk, lambda n: (keys(n),), 512, 16_384)
 draft("sampling", "slices", slice_sampling, lambda n: (keys(n), normal(n)), 256)
 draft("solver", "conjugate gradients", conjugate_gradients, _system(16), 64, 1024)
 draft("solver", "jax.scipy cg", cg, _system(16), 256, uses=(VALUES, GRADIENT), wrt=1)

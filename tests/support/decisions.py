@@ -38,7 +38,7 @@ nested loop: halving while in a while, while of products in a scan, scan in a wh
   cond around a while, insertion sort
 ODE: adaptive Heun
 root: Newton, Kepler
-sampling: rejection, slices
+sampling: rejection, walk, slices
 scan: cond, environment
 search: binary, down a tree
 solver: conjugate gradients, Sinkhorn, Newton for a system, jax.scipy gmres
@@ -47,7 +47,7 @@ switch: ten cheap, products, experts
 
 
 def drafted():
-    """The names of 41 drafted programs."""
+    """The names of 42 drafted programs."""
     kinds = KINDS_DRAFTED.replace("\n ", "").strip().splitlines()
     for family, names in (line.split(": ") for line in kinds):
         yield from (

@@ -261,8 +261,9 @@ def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
     few = _few_serial(t, loop, step)
     if few >= size:
         return Alone()
-    few_left = few and few >= size // _FEW and not loop.bounded and _is_much(t, loop, step)
-    if few_left and not _fits_tiles(t, size, loop.jaxprs):  # in tiles lanes wait for few others
+    few_left = few and not loop.bounded and _is_much(t, loop, step)
+    tiled = _fits_tiles(t, size, loop.jaxprs)  # in tiles lanes wait for few others
+    if few_left and few >= size // _FEW and not tiled:
         return FewAlone(few, _PAUSE)
     if step.moving <= t.max_move_steps:
         width = _from_the_start(t, size, step, alike)
@@ -283,6 +284,8 @@ def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
     if width < size:
         many = step.work * size >= t.min_work
         return Tiles(width, step.moving, leave_at=width // _LEFT if many else 0)
+    if few_left and tiled and step.work * size > t.max_work_on_a_core:
+        return FewAlone(few, _PAUSE)  # tiles would leave other cores idle. Search: walk
     by_library = alike > size // min(t.window_shares) and not t.explicit
     return Masked(_LIBRARY if by_library else why)
 
