@@ -260,6 +260,62 @@ def test_rules_that_call_their_function_run_once(kind, mixing):
         assert runs <= 2
 
 
+def endless(kind, calls):
+    """A function whose rule calls another, whose rule calls a third: each has one more output.
+
+    A constant is first, whose second derivative is not 0. Returns it, and the log of its rules.
+    """
+    log = []
+
+    def f(order, x):
+        outputs = lambda x: (jnp.ones(order + 1), x * 2)
+
+        def following(x):
+            log.append(order)
+            return sum(f(order + 1 + i, x)[1] for i in range(calls))
+
+        if kind == "jvp":
+            g = jax.custom_jvp(outputs)
+
+            @g.defjvp
+            def rule(primals, tangents):
+                (x,), (t,) = primals, tangents
+                mixed = x.sum() * t.sum() if order == 1 else t.sum() * 0
+                constant = f(order + 1, x)[0][:-1]
+                return (constant, x * 2), (constant * mixed, following(x) * t)
+
+            return g(x)
+        g = jax.custom_vjp(outputs)
+
+        def bwd(residuals, cotangents):
+            x, y = residuals
+            of_constant = x.sum() * cotangents[0].sum() if order == 1 else 0
+            return (y * cotangents[1] + of_constant,)
+
+        g.defvjp(lambda x: ((f(order + 1, x)[0][:-1], x * 2), (x, following(x))), bwd)
+        return g(x)
+
+    return functools.partial(f, 0), log
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("jvp", 1), ("jvp", 2), ("vjp", 1)])
+def test_rules_that_call_others_without_end(kind, calls):
+    def total(batched, times):
+        f, log = endless(kind, calls)
+        run = jax.jit(lambda x: sum(map(jnp.sum, batched(f)(x))))
+        for _ in range(times):
+            run = jax.grad(lambda x, run=run: run(x).sum())
+        return run, log
+
+    each = lambda f: lambda x: tuple(map(jnp.stack, zip(*map(f, x), strict=True)))
+    for times in range(3):
+        run, log = total(bx.vmap, times)
+        same(run(X), total(each, times)[0](X))
+        # Each rule calls `calls` others, and one for the constant, up to the third order.
+        most = sum((calls + 1) ** order for order in range(3))
+        assert len(log) == most if times == 0 else len(log) <= 3 * most
+
+
 def test_a_reverse_rule_in_a_loop_is_traced_once():
     # Where the loop finds which of its carry is batched, its body is batched several times.
     f, log = counted("vjp", mixing=True)

@@ -53,6 +53,7 @@ class CallOutputs:
         self.signature = kind, tuple(body.in_avals), tuple(in_axes), tuple(body.out_avals)
         self.axes: list[Position] = []
         self.known = False
+        self.around = _around.get({})
 
     def settle(self, axes: Positions, also: Callable[[], Positions]) -> None:
         """Decides the axes: those of `axes`, and where it has None those of `also`.
@@ -77,8 +78,10 @@ class CallOutputs:
     @contextmanager
     def in_rule(self) -> Iterator[None]:
         """Marks a running rule: calls of the same function in it use the axes decided here."""
-        # Such a call does not run the rule, which would call the function again without end.
-        token = _around.set({**_around.get({}), self.signature: self})
+        # Such a call does not run the rule, which would call the function again without end. A call
+        # inside a rule runs its own rule later, for a derivative of higher order, and must find the
+        # axes that it found inside.
+        token = _around.set({**self.around, **_around.get({}), self.signature: self})
         try:
             yield
         finally:
@@ -101,6 +104,10 @@ class CallOutputs:
             for x, a, w in zip(values, axes, self.axes, strict=True)
         ]
 
+
+# Rules inside rules find axes of derivatives of higher order. They run up to this order: a rule may
+# call another function without end. Spherical harmonics of e3nn return more outputs in each.
+_ORDERS = 3
 
 _around: ContextVar[dict[Any, CallOutputs]] = ContextVar("batchax_rules_around")
 """The calls whose rules are running, by what tells a call of the same function from others."""
@@ -126,11 +133,16 @@ def if_differentiable(find: Callable[[], Positions], n_out: int) -> Positions:
         return [None] * n_out
 
 
-def if_later(find: Callable[[], Positions], n_out: int) -> Positions:
-    """Returns what `find` returns if the call may be differentiated later, else None for each."""
+def if_later(find: Callable[[], Positions], types: Sequence[Aval]) -> Positions:
+    """Returns what `find` returns if the call may be differentiated later, else None for each.
+
+    Beyond `_ORDERS` each output whose type has derivatives gets a batch axis.
+    """
     if not (_compat.tracing() and may_be_differentiated()):
-        return [None] * n_out
-    return if_differentiable(find, n_out)
+        return [None] * len(types)
+    if len(_around.get({})) >= _ORDERS:
+        return [0 if jnp.issubdtype(t.dtype, jnp.inexact) else None for t in types]
+    return if_differentiable(find, len(types))
 
 
 def batched_transpose(
@@ -444,7 +456,7 @@ def _custom_jvp(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> 
 
     def call(*xs: Value) -> list[Any]:
         outs, out_axes = interpret(axis, body.jaxpr, body.consts, xs, axes)
-        outputs.settle(out_axes, lambda: if_later(axes_from_rule, n_out))
+        outputs.settle(out_axes, lambda: if_later(axes_from_rule, body.out_avals))
         return outputs.place(outs, out_axes)
 
     def rule(*xs: Value) -> list[Any]:
@@ -518,7 +530,7 @@ def _custom_vjp(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> 
 
     def call(*xs: Value) -> list[Any]:
         outs, out_axes = interpret(axis, body.jaxpr, body.consts, xs, axes)
-        outputs.settle(out_axes, lambda: if_later(axes_from_rules, n_out))
+        outputs.settle(out_axes, lambda: if_later(axes_from_rules, body.out_avals))
         return outputs.place(outs, out_axes)
 
     def axes_from_rules() -> Positions:
