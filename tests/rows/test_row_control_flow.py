@@ -69,6 +69,20 @@ def test_a_scan_over_a_row_takes_as_many_steps_as_the_row_has(names):
     check_all(chosen(SCANS, names), ragged(3, lengths=(3, 0, 2)))
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_carry_that_nothing_reads_after_the_scan_is_not_held_in_steps_not_taken(reverse):
+    def outputs(x):
+        step = lambda hidden, row: (jnp.tanh(hidden @ AGAIN + row @ INTO),) * 2
+        return jax.jit(lambda x: lax.scan(step, jnp.zeros(4), x, reverse=reverse))(x)[1]
+
+    x = ragged(3, lengths=(3, 1, 2))
+    jaxpr = jax.make_jaxpr(bx.vmap(outputs, layout="padded"))(x)
+    (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
+    names = [e.primitive.name for e in scan.params["jaxpr"].eqns]
+    assert names.count("select_n") == (2 if reverse else 1)
+    check(outputs, x)
+
+
 def test_a_scan_of_rows_that_are_all_empty_returns_its_initial_carry():
     check(recurrent, ragged(3, lengths=(0, 0)))
     check(recurrent, ragged(3, lengths=(0, 0), spare=0, poison=False))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -202,7 +202,19 @@ def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> Ro
         return [read(v) for v in body.jaxpr.outvars]
 
     outputs = walk(program, [number(v.aval.shape) for v in program.jaxpr.invars])
-    return RowProgram(steps, shapes, consts, outputs)
+    read = {i for step in steps for i in step.used}.union(
+        i for i in outputs if not isinstance(i, Constant)
+    )
+    return RowProgram([_dropping(step, read) for step in steps], shapes, consts, outputs)
+
+
+def _dropping(step: RowStep, read: set[int]) -> RowStep:
+    """A step that tells which of its results nothing reads, also if a call returns them."""
+    if read.issuperset(step.outputs):
+        return step
+    pairs = zip(step.eqn.outvars, step.outputs, strict=True)
+    outvars = [v if i in read else core.DropVar(v.aval) for v, i in pairs]
+    return replace(step, eqn=step.eqn.replace(outvars=outvars))
 
 
 _WINDOWED = frozenset(("gather", *WRITES))

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import DropVar
 from jax.interpreters import ad
 
 from batchax import _compat
@@ -360,6 +361,9 @@ def _masked_scan(
     parts = [jnp.asarray(x.value) for x in xs]
     steps, sizes, size = op.sizes.bound(length), op.sizes, None
     again: _Harmless | None = None
+    # What nothing reads after the row's last step need not stay as it was then. In reverse the row
+    # has yet to begin.
+    unread = [isinstance(v, DropVar) and not reverse for v in op.eqn.outvars[: len(carry)]]
     if not op.sizes.is_exact(length):
         _reject_effects(op, body, length)
         size = op.sizes.size(length)
@@ -382,9 +386,11 @@ def _masked_scan(
         new, ys = outs[: len(carry)], outs[len(carry) :]
         if active is None:
             return new, ys
+        each = zip(new, carry, unread, strict=True)
+        new = [x if lost else _keep(active, x, old) for x, old, lost in each]
         # Nothing comes back to a step that was not taken.
         ys = [safe_lanes(active, y, 0, "keep") if is_inexact(y) else y for y in ys]
-        return [_keep(active, x, old) for x, old in zip(new, carry, strict=True)], ys
+        return new, ys
 
     counted = (jnp.arange(steps, dtype=np.int32), parts)
     last, ys = lax.scan(step, first, counted, steps, reverse, unroll)
