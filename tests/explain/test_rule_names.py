@@ -22,6 +22,7 @@ CALLS = {
     "linear_call": "div",
     "call_hi_primitive": "scan",
     "linear_with_transpose": "reduce_sum",
+    "impl_program": "sin",
     "custom_linear_solve": "triangular_solve",
 }
 

@@ -19,6 +19,7 @@ from batchax.contractions.contracted import outer_product_sum_p
 from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import with_derivative_of
+from batchax.kernel.impl_programs import impl_program_p
 from batchax.kernel.own_primitive import declared
 from batchax.rows.blocks import Elements, find_blocks
 from batchax.rows.dynamic_sizes import found_switch_p
@@ -94,6 +95,16 @@ def by_rule(f):
         return f(x)
 
     called.def_vmap(lambda axis_size, in_batched, x: (jax.vmap(f)(x), True))
+    return called
+
+
+def by_impl(f):
+    """`f` as a primitive of a library whose `impl` it is."""
+
+    def called(x):
+        program = jax.make_jaxpr(f)(x)
+        return impl_program_p.bind(x, program=program, of=program)[0]
+
     return called
 
 
@@ -232,6 +243,7 @@ AROUND = {
     "bounded_loop": lambda f: (diverging(f, bounded), diverging(f, taken)),
     "reverse_sweep": lambda f: (gradient(diverging(f, bounded)), gradient(diverging(f, taken))),
     "custom_batched_call": lambda f: (by_rule(f), f),
+    "impl_program": lambda f: (by_impl(f), f),
     "linear_with_transpose": lambda f: (
         lambda x: linear_with_transpose(
             *[lambda r, x: [f(r[0]) * x[0]]] * 2, [lax.stop_gradient(x)], [x]

@@ -22,6 +22,7 @@ from batchax._compat import find_primitive
 from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import follow_p
+from batchax.kernel.impl_programs import impl_program_p
 from batchax.rows.blocks import _Blocks, places_in_blocks_p
 from batchax.rows.index import row_places_p
 from batchax.rows.padded_rules.own_steps import Steps, run_own_steps
@@ -448,6 +449,7 @@ def _own():
     loop = lambda x: bx.bounded_while(lambda c: c.sum() < 9, jnp.sin, x, 5)
     telling = bx.scan(lambda c, x: (jnp.sin(c) * x, None), progress=lambda done, total: None)
     told = lambda x: telling(x[0], x)[0]
+    sine = jax.make_jaxpr(jnp.sin)(jnp.ones(3, jnp.float32))
     return {
         "divergence.loops": {
             "divergent_loop": (
@@ -499,6 +501,9 @@ def _own():
         },
         "rules.calls": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},
         "rules.callbacks": {"lane_calls": (_calls_of_lanes, BOOL, X)},
+        "rules.impl_programs": {
+            "impl_program": (partial(impl_program_p.bind, program=sine, of=sine), X)
+        },
         "rules.in_place": {"some_active": (some_active_p.bind, BOOL, BOOL)},
         "rules.linalg": {
             "small_matrices": (

@@ -272,7 +272,7 @@ def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
             return Window(widths, step.moving, _most_left(widths, step.overhead))
         if width < size:
             return Window((width,), step.moving)
-        widths, why = _of_the_last(t, loop, step, request, alike)
+        widths, why = _of_the_last(t, loop, step, request)
         if widths != (size,) or request.counts:
             left = _most_left(widths, step.overhead) if t.serial_slowdown == 1 else widths[-1]
             pause = 1 if t.explicit else _PAUSE
@@ -304,7 +304,7 @@ def _from_the_start(t: Thresholds, size: int, step: Step, alike: int) -> int:
 
 
 def _of_the_last(
-    t: Thresholds, loop: Loop, step: Step, request: Request, alike: int
+    t: Thresholds, loop: Loop, step: Step, request: Request
 ) -> tuple[tuple[int, ...], str]:
     """The widths of the windows for the lanes that others have left behind; why, if of all lanes.
 
@@ -316,12 +316,12 @@ def _of_the_last(
     widths, why = _widths(t, size, step, request, 1 if long else _ROOM)
     if t.explicit:
         return widths, why
-    few, last = loop.bounded and step.work * size >= t.min_work, max(widths[-1], alike)
-    saves = size + step.overhead >= t.min_tail_gain * (last + step.overhead)
-    pays = saves and (few or long) and last < size
+    few = loop.bounded and step.work * size >= t.min_work
+    saves = size + step.overhead >= t.min_tail_gain * (widths[-1] + step.overhead)
+    pays = saves and (few or long) and widths[-1] < size
     if pays and not few and t.kernel_lanes and 2 * step.length > _LONGEST:  # on a CPU
         return (size,), _LONG
-    return ((*widths[:-1], last), why) if pays else ((size,), CHEAP)
+    return (widths, why) if pays else ((size,), CHEAP)
 
 
 def _widths(

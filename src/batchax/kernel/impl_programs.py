@@ -3,29 +3,22 @@
 A library may define the batch of its primitive as ``jax.vmap`` of its `impl`, ordinary operations
 of JAX: `linear_solve` of lineax is such a primitive. By JAX's rule for it lanes would wait for the
 slowest one in loops of the `impl`, and a loop around it could not be a single kernel. So an
-equation becomes a function with a custom derivative: it computes the `impl`, and its derivative is
-that of the primitive.
-
-A limit: ``jax.linear_transpose`` of the batched function goes through the `impl`, and fails at a
-``while`` in it. Derivatives do not: they transpose the primitive.
+equation becomes one of `impl_program`, which computes the `impl`, and whose derivatives and
+transpose are those of the primitive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.core import eval_jaxpr
 from jax.extend.core.primitives import copy_p
 
 from batchax import _compat
 from batchax.cache import cached_on
 from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.evaluate import Inside, Rewriter, rewritten
-from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Program, Values
-from batchax.kernel.own_primitive import tangents_of, with_tangent_rule, with_values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Program
+from batchax.kernel.own_primitive import declare
 from batchax.kernel.registry import find
 
 
@@ -67,14 +60,12 @@ def _staged(eqn: Eqn) -> ClosedJaxpr | None:
         return None
     program = _with_impls(rewritten(program, _unchecked))
 
-    def rule(primals: Values, moving: Sequence[int], dots: Values) -> tuple[list[Any], list[Any]]:
-        outs = jax.eval_shape(bind, *primals)
-        smooth = [k for k, x in enumerate(outs) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        outs, moved = tangents_of(bind, primals, moving, dots, smooth)
-        return outs, with_values([None] * len(outs), smooth, moved)
-
-    run = with_tangent_rule(lambda *xs: eval_jaxpr(program.jaxpr, [], *xs), rule)
+    of = _compat.stage(bind, types)
+    run = lambda *xs: impl_program_p.bind(*xs, program=_compat.close(program.jaxpr), of=of)
     return _compat.stage(lambda *xs: run(*xs), types)
+
+
+impl_program_p = declare("impl_program")
 
 
 _calls_host = Anywhere(lambda eqn: eqn.primitive.name in ("pure_callback", "io_callback"))

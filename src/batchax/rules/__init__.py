@@ -12,6 +12,7 @@ from batchax.rules import convolution as convolution
 from batchax.rules import custom_derivatives as custom_derivatives
 from batchax.rules import elementwise as elementwise
 from batchax.rules import gather_scatter as gather_scatter
+from batchax.rules import impl_programs as impl_programs
 from batchax.rules import linalg as linalg
 from batchax.rules import loops as loops
 from batchax.rules import masking as masking
