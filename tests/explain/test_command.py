@@ -97,7 +97,7 @@ def test_measured(here, capsys):
         (["model:affine", "--batch-size", "0"], "Pass None to run all lanes"),
         (
             ["model:affine", "--args", "f32[5,3]", "f32[8,3]", "f32[5]", "--in-axes", "None", "0"],
-            "in_axes",
+            "--in-axes has 2 entries",
         ),
     ],
 )

@@ -344,7 +344,7 @@ def _widths(
     if width is None:
         cached = power_of_two(lanes_in_cache(step.held))
         wide = int(min((_ROOMY if windows > 1 else room) * narrow, max(narrow, cached)))
-        wide = min(wide, size // _FEW)
+        wide = min(wide, max(size // _FEW, min(narrow, size // _FEWEST)))
     else:
         wide, least = width, min(width, least)
     wide = min(wide, most)
@@ -578,6 +578,8 @@ _LIBRARY = "fewer lanes would run its operations one after another, by a library
 # The benchmark `divergence` times loops with windows of these widths.
 _NARROWING = 4  # the second window is this many times narrower than the first
 _FEW = 8  # the share of all lanes that a window holds at most: in a wide one few leave for long
+# The same where windows narrower than that would be mostly overhead. Programs: CartPole, "compact".
+_FEWEST = 4
 _ROOM = 4  # how many times as long as its overhead a step of a window alone takes
 _ROOMY = 16  # how many times as long as its overhead a step of the first of two windows takes
 # Operations in the programs of all lanes and of each window together: each is compiled. A program
