@@ -489,6 +489,7 @@ def _light_curves(n: int) -> tuple[Any, ...]:
 
 @program("tinygp", "kernels of 32 light curves", _light_curves, 32)
 def light_curve(t, y):
+    import optax
     from tinygp import GaussianProcess, kernels
 
     def loss(theta):
@@ -496,8 +497,18 @@ def light_curve(t, y):
         noise = jnp.exp(theta["noise"]) + 1e-3
         return -GaussianProcess(kernel, t, diag=noise, mean=theta["mean"]).log_probability(y)
 
+    optimizer = optax.adam(0.1)
+
+    def step(carry):
+        theta, state, _, count = carry
+        grad = jax.grad(loss)(theta)
+        updates, state = optimizer.update(grad, state, theta)
+        return optax.apply_updates(theta, updates), state, optax.tree.norm(grad), count + 1
+
     start = dict.fromkeys(("amplitude", "scale", "noise", "mean"), jnp.float32(0))
-    return loss(_minimized(loss, start, 1e-1, 40))
+    carry = start, optimizer.init(start), jnp.float32(jnp.inf), 0
+    going_on = lambda c: (c[2] > 0.3) & (c[3] < 300)
+    return loss(lax.while_loop(going_on, step, carry)[0])
 
 
 # --- OTT
