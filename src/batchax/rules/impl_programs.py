@@ -43,7 +43,7 @@ own_primitive(
     operations=_run,
     types=lambda *avals, program, of: list(program.out_avals),
     programs=("program",),
-    facts="linear moderate",
+    facts="moderate",
     rule=_batched,
     jvp=Of(_run_library),
     transpose=Of(_run_library),
