@@ -45,6 +45,11 @@ def is_vmap_of_impl(primitive: Primitive) -> bool:
     return made_by == "create_vprim.<locals>.batch_rule"
 
 
+def is_nontraceable(primitive: Primitive) -> bool:
+    """Returns whether it is Equinox's identity that raises where it is transformed."""
+    return primitive.name == "nontraceable"
+
+
 def _registered(rule: Callable[..., Any]) -> Callable[..., Any]:
     # JAX wraps rules in its older tables in a function that closes over the rule.
     rule = getattr(rule, "func", rule)

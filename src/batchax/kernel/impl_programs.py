@@ -16,7 +16,7 @@ from jax.extend.core.primitives import copy_p
 from batchax import _compat
 from batchax.cache import cached_on
 from batchax.jaxprs.bodies import Anywhere
-from batchax.jaxprs.evaluate import Inside, Rewriter, rewritten
+from batchax.jaxprs.evaluate import Inside, rewritten
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Program
 from batchax.kernel.own_primitive import declare
 from batchax.kernel.registry import find
@@ -37,20 +37,17 @@ _has_impl = Anywhere(
 )
 
 
-def _change(eqn: Eqn, inside: Inside) -> Eqn | list[Eqn]:
+def _change(eqn: Eqn, inside: Inside) -> Eqn:
     if not _has_impl.in_equation(eqn):
         return eqn
     if not _has_impl.is_true(eqn):
         return eqn.replace(params=inside())
-    staged = _staged(eqn)
-    if staged is None:
-        return eqn
-    to = Rewriter(staged)
-    to.inline(staged, eqn.invars, eqn.outvars)
-    return [e.replace(source_info=eqn.source_info) for e in to.eqns]
+    programs = _programs(eqn)
+    return eqn.replace(primitive=impl_program_p, params=programs) if programs else eqn
 
 
-def _staged(eqn: Eqn) -> ClosedJaxpr | None:
+def _programs(eqn: Eqn) -> dict[str, ClosedJaxpr] | None:
+    """Returns the parameters of `impl_program`; None if the equation stays as it is."""
     primitive, params = eqn.primitive, eqn.params
     types = [v.aval for v in eqn.invars]
     bind = lambda *xs: primitive.bind(*xs, **params)
@@ -59,10 +56,7 @@ def _staged(eqn: Eqn) -> ClosedJaxpr | None:
     if program.consts or program.effects or _calls_host.in_program(program):
         return None
     program = _with_impls(rewritten(program, _unchecked))
-
-    of = _compat.stage(bind, types)
-    run = lambda *xs: impl_program_p.bind(*xs, program=_compat.close(program.jaxpr), of=of)
-    return _compat.stage(lambda *xs: run(*xs), types)
+    return {"program": _compat.close(program.jaxpr), "of": _compat.stage(bind, types)}
 
 
 impl_program_p = declare("impl_program")
@@ -73,6 +67,6 @@ _calls_host = Anywhere(lambda eqn: eqn.primitive.name in ("pure_callback", "io_c
 
 def _unchecked(eqn: Eqn, inside: Inside) -> Eqn:
     # An identity that raises where it is transformed: that nothing is closed over was checked.
-    if eqn.primitive.name == "nontraceable":
+    if _compat.is_nontraceable(eqn.primitive):
         return eqn.replace(primitive=copy_p, params={})
     return eqn.replace(params=inside())
