@@ -24,8 +24,7 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.analysis.one_function import as_terms, is_short
-from batchax.jaxprs.bodies import with_inside
-from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, shift_dims
 from batchax.kernel.interpreter import Place, hide_from_debug_nans
 from batchax.kernel.named_axes import bind_varying
@@ -147,18 +146,16 @@ def reduce_few_or_many(eqn: Eqn, x: Value, axes: tuple[int, ...]) -> jax.Array:
 
 
 def _is_fused(place: Place | None) -> bool:
-    """Whether XLA's library does more than this reduction in one pass, of a jaxlib that can."""
+    """Whether XLA's library computes sines in the pass of this reduction, of a jaxlib that can."""
     # From jaxlib 0.11 on the library takes what surrounds a reduction as well. It vectorizes sines
-    # of adjacent elements, which terms do not read: sums of 3 to 8 of their squares take 1.2x to
-    # 2.9x the time as terms. And where results are spread over as many elements again, to be
-    # reduced along longer dimensions, as by the gradient of an energy of pairs (1.3x to 1.8x), it
-    # does all in one pass. Other surroundings were found to be faster with terms.
+    # of adjacent elements, which terms do not read: sums of 3 to 8 of their squares take 2x to
+    # 5x the time as terms. Other surroundings were found to be faster with terms.
     if place is None or not _compat.fuses_reductions():
         return False
     run, eqn = place
     if "made" not in run.found:
         run.found["made"] = {v: e for e in run.jaxpr.eqns for v in e.outvars}
-    return _of_sines(eqn, run.found["made"]) or _is_spread_and_reduced(eqn, run.jaxpr)
+    return _of_sines(eqn, run.found["made"])
 
 
 def _of_sines(eqn: Eqn, made: dict[Any, Eqn]) -> bool:
@@ -175,21 +172,6 @@ def _of_sines(eqn: Eqn, made: dict[Any, Eqn]) -> bool:
 
 
 _FUSED = 16  # operations before a reduction that are looked at
-
-
-def _is_spread_and_reduced(eqn: Eqn, jaxpr: Jaxpr) -> bool:
-    size = math.prod(eqn.invars[0].aval.shape)
-    reached = set(eqn.outvars)
-    for later in jaxpr.eqns:
-        read = [v for v in later.invars if not isinstance(v, Literal) and v in reached]
-        if not read:
-            continue
-        reached.update(later.outvars)
-        inside = [e for e in with_inside([later]) if e.primitive.name in _REDUCTIONS]
-        large = [e for e in inside if math.prod(e.invars[0].aval.shape) >= size]
-        if any(not is_short(e.invars[0].aval, e.params["axes"]) for e in large):
-            return True
-    return False
 
 
 SHORT = frozenset(_REDUCTIONS)
