@@ -24,7 +24,6 @@ Staged: TypeAlias = tuple[ClosedJaxpr, Tree]
 
 # Flags of XLA on which no result depends.
 _NO_RESULTS = ("--xla_dump_", "--xla_force_host_platform_device_count=")
-_ON_HOST = ("pure_callback", "io_callback")  # what debugging prints is no result
 
 
 def fingerprint(
@@ -91,9 +90,10 @@ def _described(program: ClosedJaxpr, shapes: Tree, platform: str) -> dict[str, A
 def _calls_of_host(jaxpr: Jaxpr) -> Iterator[str]:
     from batchax.jaxprs.bodies import with_inside
     from batchax.jaxprs.error_format import line_of
+    from batchax.jaxprs.primitive_facts import facts_of
 
     for eqn in with_inside(jaxpr.eqns):
-        if eqn.primitive.name in _ON_HOST:
+        if facts_of(eqn.primitive).on_host and not facts_of(eqn.primitive).shows:
             yield f"{eqn.primitive.name} at {line_of(eqn)}"
 
 

@@ -21,7 +21,7 @@ from batchax import _compat
 from batchax.cache import Cache
 from batchax.errors import SmallerChunksWarning
 from batchax.jaxprs.bodies import Anywhere
-from batchax.jaxprs.primitive_facts import expanded
+from batchax.jaxprs.primitive_facts import expanded, facts_of
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.registry import is_foreign
@@ -89,8 +89,7 @@ def _may_call_python(eqn: Eqn) -> bool:
         types = [v.aval for v in eqn.invars]
         return may_call_python.in_program(expanded(eqn.params["_prim"], types))
     # The primitive of a library may be lowered to a callback: `linear_solve` of lineax is.
-    by_name = eqn.primitive.name in ("pure_callback", "io_callback", "debug_callback")
-    return by_name or is_foreign(eqn.primitive)
+    return facts_of(eqn.primitive).on_host or is_foreign(eqn.primitive)
 
 
 may_call_python = Anywhere(_may_call_python)

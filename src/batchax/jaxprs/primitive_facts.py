@@ -51,6 +51,8 @@ class Facts:
     again: bool = False  # of a call: in reverse its program is recomputed
     marked: bool = False  # of a call: says how its program is to be compiled or run
     once: bool = False  # a call of the host that is made once, for all lanes
+    on_host: bool = False  # calls a function of Python, or prints
+    shows: bool = False  # such a call that only shows values: no result depends on it
     guarded: bool = False  # runs for active lanes only, which the primitive gets
     control: bool = False  # control flow: its body runs more or less often than the code around it
     combines: bool = False  # its program is the function that combines two elements

@@ -17,6 +17,7 @@ from batchax import _compat
 from batchax.cache import cached_on
 from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.evaluate import Inside, rewritten
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Program
 from batchax.kernel.own_primitive import declare
 from batchax.kernel.registry import find
@@ -62,7 +63,7 @@ def _programs(eqn: Eqn) -> dict[str, ClosedJaxpr] | None:
 impl_program_p = declare("impl_program")
 
 
-_calls_host = Anywhere(lambda eqn: eqn.primitive.name in ("pure_callback", "io_callback"))
+_calls_host = Anywhere(lambda eqn: facts_of(eqn.primitive).on_host)
 
 
 def _unchecked(eqn: Eqn, inside: Inside) -> Eqn:

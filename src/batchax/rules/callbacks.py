@@ -264,9 +264,10 @@ def returning_zeros(
 
 enter(
     """
-    endless costly: io_callback pure_callback
+    endless costly on_host: io_callback pure_callback
+    on_host shows: debug_callback debug_print
     library: ffi_call
-    : check debug_callback debug_print inspect_sharding
+    : check inspect_sharding
     """
 )
 

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import with_inside
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Jaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, inserted
 
@@ -128,9 +129,6 @@ def _joined(x: Value) -> Value:
     return lax.complex(*x) if isinstance(x, tuple) else x
 
 
-_CALLBACKS = "pure_callback", "io_callback", "debug_callback", "debug_print"
-
-
 def check_callbacks(shards: Shards, jaxpr: Jaxpr) -> None:
     """Raises UnsupportedError for callbacks if XLA partitions other axes of the mesh:
 
@@ -139,7 +137,7 @@ def check_callbacks(shards: Shards, jaxpr: Jaxpr) -> None:
     types = zip(shards.mesh.axis_names, shards.mesh.axis_types, strict=True)
     others = [name for name, t in types if t != AxisType.Manual and name not in shards.names]
     for eqn in with_inside(jaxpr.eqns) if others else ():
-        if eqn.primitive.name in _CALLBACKS:
+        if facts_of(eqn.primitive).on_host:
             raise UnsupportedError(
                 f"{_compat.user_line(eqn.source_info)}: the function contains a host callback, and "
                 f"mesh leaves the mesh axis {others[0]!r} to the compiler, where JAX supports no "

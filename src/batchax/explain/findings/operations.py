@@ -25,6 +25,7 @@ from batchax.execution.memory import show_bytes
 from batchax.explain.account import Equation, Finding, Memory, Timing, Work
 from batchax.explain.listing import Tally, number_of
 from batchax.explain.wording import count, marked, show_flops
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import Values
 from batchax.kernel.recording import Record, Recorder
 from batchax.linalg.table import chooses
@@ -443,9 +444,6 @@ def _times_of_chunk(context: FindingContext, record: Record, times: int | None) 
     return max(1.0, (times or 1) / chunks)
 
 
-_CALLBACKS = frozenset("io_callback debug_callback debug_print pure_callback ffi_call".split())
-
-
 def rules_of_jax(context: FindingContext) -> Iterator[Finding]:
     """Finds primitives that only JAX has a rule for. There is no price: it may serve as well."""
     served = [eqn for eqn, _ in context.walk() if eqn.service == "jax"]
@@ -476,7 +474,8 @@ def one_lane_after_another(context: FindingContext) -> Iterator[Finding]:
         if eqn.service != "lanes":
             continue
         why, remedy = _why(eqn, record)
-        each = CALLBACK if eqn.primitive in _CALLBACKS else STEP
+        on_host = facts_of(record.eqn.primitive).on_host or eqn.primitive == "ffi_call"
+        each = CALLBACK if on_host else STEP
         by_option = eqn.rule == "sequential_vmap"
         what = "A function" if by_option else f"`{eqn.primitive}`"
         yield Finding(
@@ -511,7 +510,7 @@ _REASONS: tuple[tuple[Callable[[Equation, Record], bool], str, str], ...] = (
         'or "expand_dims": it is called once then.',
     ),
     (
-        lambda eqn, _: eqn.primitive in _CALLBACKS,
+        lambda _, record: facts_of(record.eqn.primitive).on_host,
         "each lane has its effect, in order of the lanes.",
         "Call it outside of the batched function, on the whole batch, if one call will do.",
     ),
