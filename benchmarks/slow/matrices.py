@@ -88,6 +88,32 @@ def eigenvalues_by_hand(m: Any) -> Any:
     return jnp.sort(jnp.stack([a[i, i] for i in range(n)]), 0).T
 
 
+def magnitudes(m: Any) -> Any:
+    """Those of both QR factors, whose signs are a choice."""
+    return tuple(map(jnp.abs, jnp.linalg.qr(m)))
+
+
+def factors_by_hand(m: Any) -> Any:
+    """Columns made orthogonal to those before them (Gram and Schmidt), with lanes last."""
+    a, q, r = jnp.moveaxis(m, 0, -1), [], []
+    for j in range(a.shape[1]):
+        x, above = a[:, j], []
+        for column in q:
+            above.append((column * x).sum(0))
+            x = x - above[-1] * column
+        length = jnp.sqrt((x * x).sum(0))
+        q.append(x / length)
+        r.append([*above, length, *[jnp.zeros_like(length)] * (a.shape[1] - j - 1)])
+    factors = jnp.stack(q, 1), jnp.swapaxes(jnp.array(r), 0, 1)
+    return tuple(jnp.abs(jnp.moveaxis(x, -1, 0)) for x in factors)
+
+
+def pseudoinverse_by_hand(m: Any) -> Any:
+    """By the normal equations, of three unknowns."""
+    transposed = jnp.swapaxes(m, 1, 2)
+    return inverse_by_hand(transposed @ m) @ transposed
+
+
 def product_by_hand(x: Any, y: Any) -> Any:
     a, b = jnp.moveaxis(x, 0, -1), jnp.moveaxis(y, 0, -1)
     return jnp.moveaxis(sum(a[:, k, None] * b[k] for k in range(len(b))), -1, 0)
@@ -226,5 +252,24 @@ WORKLOADS = [
         _definite(6),
         _LANES,
         0.6,
+    ),
+    Slow(
+        "pinv, 6 x 3",
+        FAMILY,
+        jnp.linalg.pinv,
+        pseudoinverse_by_hand,
+        lambda lanes: (normal(lanes, 6, 3),),
+        _LANES,
+        0.25,
+    ),
+    Slow(
+        "QR factors, 6 x 6, vectorized",
+        FAMILY,
+        magnitudes,
+        factors_by_hand,
+        _square(6),
+        _LANES,
+        0.6,
+        options={"small_matrices": "vectorized"},
     ),
 ]
