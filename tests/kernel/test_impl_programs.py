@@ -116,6 +116,15 @@ def test_is_the_librarys_where_it_calls_the_host():
     assert "vprim" in _primitives(bx.vmap(solve), A, B)
 
 
+@pytest.mark.parametrize("solver", ["CG", "LU"])
+def test_on_devices(solver):
+    """Lineax compares types of arrays in `shard_map`, which have the mesh, with those of shapes."""
+    solve = _solve(solver)
+    _close(bx.vmap(solve, mesh="all")(A, B), _one_by_one(solve, A, B))
+    gradient = jax.grad(lambda a, b: jnp.sum(solve(a, b) ** 2), (0, 1))
+    _close(bx.vmap(gradient, mesh="all", batch_size=2)(A, B), _one_by_one(gradient, A, B))
+
+
 def test_composes_with_vmap_of_jax():
     solve = _solve("CG")
     expected = _one_by_one(solve, A, B).reshape(3, 4, SIZE)

@@ -19,6 +19,7 @@ from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.evaluate import Inside, rewritten
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Program
+from batchax.kernel.named_axes import as_without_mesh, without_mesh
 from batchax.kernel.own_primitive import declare
 from batchax.kernel.registry import find
 
@@ -50,14 +51,16 @@ def _change(eqn: Eqn, inside: Inside) -> Eqn:
 def _programs(eqn: Eqn) -> dict[str, ClosedJaxpr] | None:
     """Returns the parameters of `impl_program`; None if the equation stays as it is."""
     primitive, params = eqn.primitive, eqn.params
-    types = [v.aval for v in eqn.invars]
+    types = as_without_mesh([v.aval for v in eqn.invars])
     bind = lambda *xs: primitive.bind(*xs, **params)
-    program = _compat.stage(lambda *xs: list(primitive.impl(*xs, **params)), types)
+    with without_mesh():
+        program = _compat.stage(lambda *xs: list(primitive.impl(*xs, **params)), types)
+        of = _compat.stage(bind, types)
     # With values of a trace around, or callbacks, it stays what the library made it.
     if program.consts or program.effects or _calls_host.in_program(program):
         return None
     program = _with_impls(rewritten(program, _unchecked))
-    return {"program": _compat.close(program.jaxpr), "of": _compat.stage(bind, types)}
+    return {"program": _compat.close(program.jaxpr), "of": of}
 
 
 impl_program_p = declare("impl_program")
