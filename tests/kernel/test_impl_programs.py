@@ -125,6 +125,13 @@ def test_on_devices(solver):
     _close(bx.vmap(gradient, mesh="all", batch_size=2)(A, B), _one_by_one(gradient, A, B))
 
 
+def test_an_impl_with_a_collective_is_the_librarys():
+    centered = lambda x: [x - lax.pmean(x, "i")]
+    primitive = eqxi.create_vprim("centered", centered, lambda x: [x], None, None)
+    run = bx.vmap(lambda x: primitive.bind(x)[0], axis_name="i")
+    np.testing.assert_allclose(run(B), B - B.mean(0), 1e-5, 1e-5)
+
+
 def test_composes_with_vmap_of_jax():
     solve = _solve("CG")
     expected = _one_by_one(solve, A, B).reshape(3, 4, SIZE)

@@ -53,9 +53,12 @@ def _programs(eqn: Eqn) -> dict[str, ClosedJaxpr] | None:
     primitive, params = eqn.primitive, eqn.params
     types = as_without_mesh([v.aval for v in eqn.invars])
     bind = lambda *xs: primitive.bind(*xs, **params)
-    with without_mesh():
-        program = _compat.stage(lambda *xs: list(primitive.impl(*xs, **params)), types)
-        of = _compat.stage(bind, types)
+    try:
+        with without_mesh():
+            program = _compat.stage(lambda *xs: list(primitive.impl(*xs, **params)), types)
+            of = _compat.stage(bind, types)
+    except NameError:  # a collective: JAX's rule for the primitive knows the axis
+        return None
     # With values of a trace around, or callbacks, it stays what the library made it.
     if program.consts or program.effects or _calls_host.in_program(program):
         return None
