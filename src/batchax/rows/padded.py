@@ -13,8 +13,9 @@ padding sends back. That must be nothing, not zero times infinity, and `cut` see
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -50,6 +51,21 @@ class Row:
     # Where its elements are among those of other rows, packed along axis 0: the array, and where
     # in it the row begins. What reads few elements at a time reads them there.
     packed: tuple[Value, Value] | None = None
+    # Computes its array again from operands whose padding is zero, as its own then is, too; and how
+    # many elements that masks. Copies have neither, since they may be of another trace.
+    with_zeros: Callable[[], Value] | None = field(default=None, init=False)
+    masked: int | None = field(default=None, init=False)
+
+    @property
+    def to_mask(self) -> int:
+        """How many elements are masked for its padding to be zero."""
+        if _same(self.fill, 0):
+            return 0
+        return self.size if self.masked is None else self.masked
+
+    @property
+    def size(self) -> int:
+        return math.prod(np.shape(self.value))
 
     @property
     def known(self) -> bool:
@@ -113,7 +129,9 @@ class Operation:
         done: set[int] = set()
         if row.partly is not None and _same(row.partly[0], value):
             done = set(row.partly[1])
-        if not to_fill <= done:
+        if row.with_zeros is not None and _same(value, 0):
+            row.value, row.fill = row.with_zeros(), 0
+        elif not to_fill <= done:
             # The row stays filled: what uses it next may want the same.
             row.value = self.masked(row, value, sorted(to_fill - done))
             done |= to_fill
@@ -128,14 +146,45 @@ class Operation:
         x = jnp.asarray(row.value)
         return x if mask is None else lax.select(mask, x, lax.full_like(x, value))
 
-    def cut(self, value: Value, shape: Shape) -> Value:
-        """`value` as it is, but no derivative passes through its padding.
+    def keeping_zeros(self, rows: Sequence[Row], compute: Callable[..., Value]) -> Row:
+        """The result of an operation that makes zeros of the zeros that `rows` are padded with.
+
+        `rows` are padded along the axes that the result is. A mask between a product and its sums
+        keeps XLA from computing them in one pass, and has it compute the product for each of them.
+        So the operands are masked, where one of them is smaller than the result, or zero already.
+        """
+        name, out = self.eqn.primitive.name, self.result(compute(*(row.value for row in rows)))
+        masked = [row.to_mask for row in rows]
+        if rows and not any(masked):
+            out.fill = 0
+        elif rows and min(masked) < out.to_mask and (len(rows) == 1 or name == "mul"):
+            out.masked = sum(masked)
+            out.with_zeros = lambda: compute(*(self._zeroed(row, out.size) for row in rows))
+        return out
+
+    def _zeroed(self, row: Row, size: int) -> Value:
+        """The array of `row` with zeros in its padding, an operand of a result of that `size`.
+
+        If its elements are repeated there, a CPU would compute all that is cheap for each of their
+        copies. It does not where there is a division that no compiler can simplify.
+        """
+        value = self.filled(row, 0)
+        mask = self.sizes.mask(row.shape, self.sizes.padded_axes(row.shape))
+        repeats = row.size < size and is_inexact(value) and jax.default_backend() == "cpu"
+        if mask is None or not repeats:
+            return value
+        one, two = (lax.full_like(value, x) for x in (1, 2))
+        return lax.div(value, lax.select(mask, one, two))
+
+    def cut(self, value: Value, shape: Shape, axes: Sequence[int] | None = None) -> Value:
+        """`value` as it is, but no derivative passes through its padding along `axes`.
 
         What comes back from padding may be infinite, or no number, and zero times that is none.
         """
         if not is_inexact(value):
             return value
-        mask = self.sizes.mask(shape, self.sizes.padded_axes(shape))
+        axes = self.sizes.padded_axes(shape) if axes is None else axes
+        mask = self.sizes.mask(shape, axes)
         return value if mask is None else safe_lanes(mask, value, value.ndim, "keep")
 
     def result(self, value: Value, fill: Value = None, index: int = 0) -> Row:

@@ -26,18 +26,44 @@ from batchax.rules.masking import is_inexact
 from batchax.rules.reductions import reduce_few_or_many
 from batchax.rules.thin_products import is_thin, thin_product
 
-_KEEP_FILL = frozenset("convert_element_type copy neg real stop_gradient abs sign".split())
+_ZERO_OF_ZERO = frozenset(
+    """abs asin asinh atan atanh cbrt ceil conj convert_element_type copy erf expm1 floor imag log1p
+    neg real reduce_precision round sign sin sinh sqrt square stop_gradient tan tanh
+    add add_any max min mul or sub xor""".split()
+)
 
 
 @padded_rule(*UNARY, "reduced_vary_cast", "pvary")
 def _unary(op: Operation, x: Row, **params: Any) -> Row:
-    keeps_zero = op.eqn.primitive.name in _KEEP_FILL and x.fill is not None and x.fill == 0
-    return op.result(op.bind(x.value), 0 if keeps_zero else None)
+    name = op.eqn.primitive.name
+    keeps = name in _ZERO_OF_ZERO or (name == "integer_pow" and params["y"] > 0)
+    return op.keeping_zeros([x], op.bind) if keeps else op.result(op.bind(x.value))
 
 
 @padded_rule(fact="elementwise")
 def _nary(op: Operation, *rows: Row, **params: Any) -> Results:
-    return op.bind(*(spread(op, row) for row in rows))
+    factors = _factors(op, rows)
+    axes = op.sizes.padded_axes(op.out_shape)
+    if not factors or any(op.sizes.padded_axes(row.shape) != axes for row in factors):
+        return op.bind(*(spread(op, row) for row in rows))
+    places = [k for k, row in enumerate(rows) if any(row is factor for factor in factors)]
+
+    def compute(*values: Value) -> Value:
+        given = dict(zip(places, values, strict=True))
+        return op.bind(*(given.get(k, row.value) for k, row in enumerate(rows)))
+
+    return op.keeping_zeros(factors, compute)
+
+
+def _factors(op: Operation, rows: Sequence[Row]) -> list[Row]:
+    """The operands whose zeros together make zeros; none where they do not."""
+    name = op.eqn.primitive.name
+    if name not in ("mul", "div"):
+        return list(rows) if name in _ZERO_OF_ZERO else []
+    number = [row.known and np.ndim(row.value) == 0 and np.isfinite(row.value) for row in rows]
+    if name == "div":
+        return [rows[0]] if number[1] and rows[1].value != 0 and not number[0] else []
+    return [row for row, known in zip(rows, number, strict=True) if not known]
 
 
 @padded_rule(
@@ -68,7 +94,7 @@ def spread(op: Operation, row: Row) -> Value:
     ]
     bounds = op.sizes.bounds_of(whole)
     value = lax.broadcast_in_dim(row.value, bounds, tuple(range(len(bounds))))
-    return op.cut(value, whole)
+    return op.cut(value, whole, [axis for axis, again in enumerate(repeated) if again])
 
 
 @padded_rule(

@@ -266,13 +266,22 @@ def _dim_as_value(op: Operation, *, dim: Dim) -> jax.Array:
 
 @padded_rule("transpose", "squeeze")
 def _rearranged(op: Operation, x: Row, **params: Any) -> Row:
-    return op.result(op.bind(x.value), x.fill)
+    out = op.keeping_zeros([x], op.bind)
+    out.fill = x.fill
+    return out
 
 
 @padded_rule("broadcast_in_dim")
-def _broadcast_in_dim(op: Operation, x: Row, **params: Any) -> Row:
+def _broadcast_in_dim(
+    op: Operation, x: Row, *, broadcast_dimensions: Sequence[int], **params: Any
+) -> Row:
+    at = dict(zip(broadcast_dimensions, x.shape, strict=True))
+    whole = op.sizes.padded_axes(op.out_shape)
+    repeated = [axis for axis in whole if at.get(axis) != op.out_shape[axis]]
+    if not repeated:
+        return op.keeping_zeros([x], op.bind)
     out = op.bind(x.value)
-    return op.result(out if x.known else op.cut(out, op.out_shape))
+    return op.result(out if x.known else op.cut(out, op.out_shape, repeated))
 
 
 @padded_rule("stack")
