@@ -281,6 +281,16 @@ def _pixels_padded(rows: Rows, weights: Weights) -> Any:
     return jnp.where(inside, _network(rows.padded, weights), 0).sum((1, 2)) / pixels
 
 
+def _channels(x: Any, weights: Weights) -> Any:
+    return x.mean((0, 1)), x.max((0, 1))
+
+
+def _channels_padded(rows: Rows, weights: Weights) -> Any:
+    (inside, pixels), x = _inside(rows), rows.padded
+    mean = jnp.where(inside, x, 0).sum((1, 2)) / pixels
+    return mean, jnp.where(inside, x, -jnp.inf).max((1, 2))
+
+
 _ATTENTION = RowWorkload(
     "attention",
     _attention,
@@ -371,6 +381,15 @@ _WORKLOADS = [
         3,
         _dense((3, 16), (16, 8)),
         token_wise=True,
+        images=True,
+    ),
+    RowWorkload(
+        "images, mean and maximum of each channel",
+        _channels,
+        _channels_padded,
+        None,
+        3,
+        _dense(),
         images=True,
     ),
 ]
