@@ -124,3 +124,34 @@ def test_a_function_called_again_with_other_lengths():
         x = ragged(3, lengths=lengths)
         for got, row in zip(bx.vmap(turned)(x).rows(), x.rows(), strict=True):
             same(got, turned(row))
+
+
+def test_rules_in_rules_are_looked_into_to_the_fourth_alone():
+    log = []
+
+    def endless(order, x):
+        f = jax.custom_jvp(lambda x: (x * 2, jnp.ones(order)))
+
+        @f.defjvp
+        def rule(primals, tangents):
+            log.append(order)
+            (x,), (t,) = primals, tangents
+            following = endless(order + 1, x)[0] + endless(order + 2, x)[0]
+            return (x * 2, jnp.ones(order)), (following * t, jnp.zeros(order))
+
+        return f(x)
+
+    rows = ragged(lengths=(3, 2, 5))
+    total = lambda x: endless(1, x)[0].sum()
+    same(jax.jit(bx.vmap(total))(rows), jnp.stack([total(x) for x in rows.rows()]))
+    assert max(log) <= 5
+
+
+def test_operations_share_the_masks_of_rows():
+    def jaxpr(f):
+        batched = bx.vmap(f, layout="padded")
+        return str(jax.make_jaxpr(batched)(ragged(lengths=(3, 2, 5))))
+
+    count = lambda f: jaxpr(f).count(" lt ")
+    several = lambda x: [f(x).sum() for f in (jnp.exp, jnp.cos, jnp.sin)]
+    assert count(lambda x: jnp.exp(x).sum()) == count(several) > 0

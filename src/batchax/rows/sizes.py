@@ -14,6 +14,7 @@ for JAX, which caches by types what it has traced: in a dict, what is compared d
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer
+from jax.extend.core import get_opaque_trace_state
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
@@ -82,6 +84,8 @@ class Sizes:
     before: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     _bounds: dict[Any, int] = field(default_factory=dict)
     _sizes: dict[Any, Any] = field(default_factory=dict)
+    # A trace, and the masks computed in it: operations need the same ones again and again.
+    _masks: tuple[Any, dict[Any, Any]] = field(default=(None, {}), init=False)
 
     def bound(self, dim: Dim) -> int:
         if not is_symbolic(dim):
@@ -178,18 +182,31 @@ class Sizes:
 
     def mask(self, shape: Shape, axes: Sequence[int]) -> Value:
         """Which elements of such an array are within the row along `axes`; None for all."""
+        along = tuple((axis, shape[axis]) for axis in axes if not self.is_exact(shape[axis]))
+        if not along:
+            return None
         bounds = self.bounds_of(shape)
-        mask = None
-        for axis in axes:
-            if self.is_exact(shape[axis]):
-                continue
-            valid = lax.broadcast_in_dim(self.belongs(shape[axis]), bounds, (axis,))
-            mask = valid if mask is None else lax.bitwise_and(mask, valid)
-        return mask
+
+        def compute() -> jax.Array:
+            of = (lax.broadcast_in_dim(self.belongs(dim), bounds, (a,)) for a, dim in along)
+            return functools.reduce(lax.bitwise_and, of)
+
+        return self._once((bounds, along), compute)
 
     def belongs(self, dim: Dim) -> jax.Array:
         """Which elements along a dimension of that size belong to the row."""
-        return lax.lt(lax.iota(np.int32, self.bound(dim)), jnp.asarray(self.size(dim), np.int32))
+        places = lambda: lax.iota(np.int32, self.bound(dim))
+        return self._once(dim, lambda: lax.lt(places(), jnp.asarray(self.size(dim), np.int32)))
+
+    def _once(self, key: Any, compute: Callable[[], jax.Array]) -> jax.Array:
+        """What `compute` returned for `key` in this trace; a trace within it computes its own."""
+        trace = get_opaque_trace_state(convention="nnx")
+        if self._masks[0] != trace:
+            self._masks = trace, {}
+        masks = self._masks[1]
+        if key not in masks:
+            masks[key] = compute()
+        return masks[key]
 
     def filled_in(self, params: Any) -> Any:
         """Parameters of an equation with each size replaced by its bound."""
