@@ -53,6 +53,10 @@ def sort_by_hand(x: Any) -> Any:
     return lax.sort(x.T, dimension=0, is_stable=False).T
 
 
+def shuffle_by_hand(key: Any, x: Any) -> Any:
+    return x[:, jax.random.permutation(key, jnp.arange(x.shape[1]))]
+
+
 def argsort_by_hand(x: Any) -> Any:
     """With the rows last: what is compared is the same."""
     places = lax.broadcasted_iota("int32", x.T.shape, 0)
@@ -136,6 +140,16 @@ WORKLOADS = [
         lambda n: (normal(n, 16),),
         lanes=10_000,
         goal=0.3,
+    ),
+    Slow(
+        "rows of 64 shuffled by one key",
+        "Sorting",
+        lambda key, x: jax.random.permutation(key, x),
+        shuffle_by_hand,
+        lambda n: (jax.random.key(0), normal(n, 64)),
+        lanes=10_000,
+        goal=0.1,
+        in_axes=(None, 0),
     ),
     Slow(
         f"top {TOP} of 1,024",
