@@ -1,5 +1,6 @@
 """Primitives without a rule here: what JAX knows of them, or sequentially."""
 
+import functools
 import warnings
 
 import equinox.internal as eqxi
@@ -49,6 +50,23 @@ def test_equinox_unvmapped_predicate_stays_unbatched():
     n, x = bx.vmap(count, out_axes=(None, 0))(jnp.arange(3.0))
     assert n == 5
     assert jnp.array_equal(x, jnp.full(3, 5.0))
+
+
+def test_equinox_loops_mask_lanes_once():
+    """Where lanes run apart, they are masked as those of any loop, and the body masks none."""
+
+    def halved(loop, x):
+        step = lambda carry: (carry[0] + 1, carry[1] / 2, carry[1])
+        return loop(lambda c: c[1] > 1, step, (jnp.int32(0), x, x))
+
+    plain = functools.partial(halved, lax.while_loop)
+    masking = functools.partial(halved, functools.partial(eqxi.while_loop, kind="lax"))
+    xs = jnp.linspace(0.5, 900, 200)
+    got = bx.vmap(masking, divergence="compact")(xs)
+    by_lane = [jnp.stack(x) for x in zip(*map(masking, xs), strict=True)]
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, got, tuple(by_lane)))
+    listed = lambda f: str(jax.make_jaxpr(bx.vmap(f, divergence="compact"))(xs))
+    assert listed(masking).count("select_n") == listed(plain).count("select_n")
 
 
 plain_p = doubling("plain")

@@ -284,7 +284,7 @@ def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
     if width < size:
         many = step.work * size >= t.min_work
         return Tiles(width, step.moving, leave_at=width // _LEFT if many else 0)
-    if few_left and tiled and step.work * size > t.max_work_on_a_core:
+    if few_left and tiled and _divided(t, size, step):
         return FewAlone(few, _PAUSE)  # tiles would leave other cores idle. Search: walk
     by_library = alike > size // min(t.window_shares) and not t.explicit
     return Masked(_LIBRARY if by_library else why)
@@ -371,8 +371,13 @@ def _most_left(widths: Sequence[int], overhead: float) -> int:
 
 def _few_serial(t: Thresholds, loop: Loop, step: Step) -> int:
     """Of how many lanes each by itself, in a single kernel, takes less than all do, masked."""
-    divided = step.work * loop.lanes > t.max_work_on_a_core
-    return int((_SERIAL_OF_CORES if divided else 1) * _alone_as_fast(t, loop, step))
+    share = _SERIAL_OF_CORES if _divided(t, loop.lanes, step) else 1
+    return int(share * _alone_as_fast(t, loop, step))
+
+
+def _divided(t: Thresholds, lanes: int, step: Step) -> bool:
+    """Whether several cores divide a step of all lanes."""
+    return step.work * lanes > t.max_work_on_a_core
 
 
 def _is_much(t: Thresholds, loop: Loop, step: Step) -> bool:
@@ -391,7 +396,7 @@ def _alone_as_fast(t: Thresholds, loop: Loop, step: Step) -> float:
 def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
     """How many adjacent lanes run as a single kernel, on one core; all if none do."""
     size, numbers = loop.lanes, largest(loop.jaxprs)
-    if not _fits_tiles(t, size, loop.jaxprs) or step.work * size > t.max_work_on_a_core:
+    if not _fits_tiles(t, size, loop.jaxprs) or _divided(t, size, step):
         return size
     if numbers * _VECTOR > 2 * t.kernel_lanes:  # one lane fills a core, and was too slow alone
         return size
@@ -540,7 +545,7 @@ def _gains_back(cost: BranchCost, t: Thresholds, operations: int) -> bool:
 def _why_not(cost: BranchCost, t: Thresholds, however_short: bool = False) -> str:
     """Why a branch does not run for the lanes that take it, if they are few; empty if it does."""
     if cost.work < t.min_gain * cost.moving:
-        return _moves(cost, t.min_gain)
+        return f"costs {cost.work / cost.moving:.2g} of moving a lane, limit {t.min_gain:.2g}"
     if cost.begun < t.min_unfused_share * cost.work:
         return "what selects results is one loop with most of it, for no lane but its own"
     short = cost.every < t.min_branch_work and not however_short
@@ -561,10 +566,6 @@ def _why_masked(cost: BranchCost, t: Thresholds, recompiled: bool) -> str:
         return why or "it is in a branch that is compiled twice"
     compiled = microseconds(Nanoseconds(t.min_gain_per_operation * (cost.operations + _TO_MOVE)))
     return f"it gains {microseconds(cost.gain)} in 100 calls, and compiles {compiled} longer"
-
-
-def _moves(cost: BranchCost, limit: float) -> str:
-    return f"costs {cost.work / cost.moving:.2g} of moving a lane, limit {limit:.2g}"
 
 
 def _too_short(every: Nanoseconds, limit: Nanoseconds) -> str:

@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.cache import Cache, cached_on
 from batchax.jaxprs.bodies import Anywhere, Body, bodies_of, control_flow, with_inside
-from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.evaluate import Rewriter, bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import enter, facts_of, operations_of
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value
@@ -66,7 +66,29 @@ def asked_of_each_lane(test: ClosedJaxpr, body: ClosedJaxpr) -> ClosedJaxpr:
     return _predicates.get(_compat.trace_context(), lambda: _compat.stage(run, test.in_avals), test)
 
 
-_predicates = Cache("predicates of each lane", most=256)
+def unmasked(body: ClosedJaxpr) -> ClosedJaxpr:
+    """Rewrites the body of a loop that asks about all lanes not to mask those that are done.
+
+    For one example, Equinox's `select_if_vmap` is its second operand. Where the predicate is that
+    of each lane (`asked_of_each_lane`), batchax masks lanes, and a second mask would cost time.
+    """
+    masks = lambda eqn: eqn.primitive.name == "select_if_vmap"
+    if not any(map(masks, body.jaxpr.eqns)):
+        return body
+
+    def build() -> ClosedJaxpr:
+        to = Rewriter(body)
+        for eqn in body.jaxpr.eqns:
+            if masks(eqn):
+                to.names[eqn.outvars[0]] = to.atom(eqn.invars[1])
+            else:
+                to.eqns.append(to.own(eqn))
+        return to.program()
+
+    return _predicates.get("unmasked", build, body)
+
+
+_predicates = Cache("loops of each lane", most=256)
 
 
 @cached_on("whether lanes stay together in a loop")

@@ -34,6 +34,7 @@ from batchax.kernel.differing import (
     differences_are_exact,
     differing_in_steps,
     predicate_is_batched,
+    unmasked,
 )
 from batchax.kernel.inner import (
     ANYWHERE,
@@ -463,13 +464,15 @@ def _while(
     body_nconsts: int,
     body_jaxpr: ClosedJaxpr,
 ) -> PlacedOutputs:
-    asked_of_all, around = cond_jaxpr, axis
+    asked_of_all, body_of_all, around = cond_jaxpr, body_jaxpr, axis
     counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
     params = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr, **counts}
     axis = _inside(axis_for(axis, AnyLoop(while_p, params, args, axes)), LOOP_STEPS)
     if axis.divergence is not None:
         cond_jaxpr = asked_of_each_lane(cond_jaxpr, body_jaxpr)
-        params = {**params, "cond_jaxpr": cond_jaxpr}
+        if cond_jaxpr is not asked_of_all:
+            body_jaxpr = unmasked(body_jaxpr)
+        params = {**params, "cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr}
         placed = axis.divergence.run_nest(axis, AnyLoop(while_p, params, args, axes))
         if placed is not None:
             return placed
@@ -500,7 +503,7 @@ def _while(
 
             def masked(axis: Axis, loop: WhileLoop) -> PlacedOutputs:
                 # A loop that asks about all lanes masks its own, with less than it takes here.
-                whole = {**params, "cond_jaxpr": asked_of_all}
+                whole = {**params, "cond_jaxpr": asked_of_all, "body_jaxpr": body_of_all}
                 return _while(replace(around, divergence=None), args, axes, **whole)
 
         given, at = [*test_consts, *body_consts, *carry], [*test_at, *body_at, *front]
