@@ -214,6 +214,14 @@ def _bag_packed(rows: Rows, table: Any) -> Any:
     return jax.ops.segment_sum(found, rows.segments, len(rows.ragged), indices_are_sorted=True)
 
 
+def _columns(x: Any, weights: Weights) -> Any:
+    return jax.nn.softmax(x, 0)
+
+
+def _columns_padded(rows: Rows, weights: Weights) -> Any:
+    return jax.nn.softmax(jnp.where(_inside(rows)[0], rows.padded, -jnp.inf), 1)
+
+
 def _block(x: Any, weights: Weights) -> Any:
     x = x + _attention(x, weights[:3])
     return x + _network(x, weights[3:])
@@ -363,6 +371,9 @@ _WORKLOADS = [
         0,
         lambda generator: _dense((TABLE, 64))(generator)[0],
         token_wise=True,
+    ),
+    RowWorkload(
+        "images, softmax of columns", _columns, _columns_padded, None, 3, _dense(), images=True
     ),
     _IMAGES,
     replace(_IMAGES, name="images, two convolutions, buckets=4", buckets=4),

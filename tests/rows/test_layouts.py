@@ -1,5 +1,7 @@
 """Packed and padded rows: the same results, and the cheaper layout where there is a choice."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +97,52 @@ def test_each_part_of_a_function_has_the_layout_that_costs_less():
     assert chosen(attend) == ["padded"]
     wide = lambda x: jnp.tanh(x @ jnp.ones((3, 300))) @ jnp.ones((300, 3))
     assert chosen(lambda x: wide(attend(wide(x)))) == ["packed", "padded", "packed"]
+
+
+def test_rows_that_are_known_to_be_as_long_as_the_bound_are_an_array():
+    norm = lambda x: (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1)
+    x = bx.Ragged(ragged(3, lengths=(4, 4, 4), poison=False).data, [4, 4, 4])
+    staged = str(jax.make_jaxpr(lambda d: bx.vmap(norm)(x.with_data(d)).data)(x.data))
+    assert "gather" not in staged
+    assert "reduced_rows" not in staged
+    check_rows(norm, x, traced=False)
+
+
+def test_softmax_along_one_axis_of_images_does_not_move_them():
+    # exp alone could run packed, with a gather before and one behind.
+    n, m = jax.export.symbolic_shape("n, m")
+    for axis in (0, 1):
+        staged = jax.make_jaxpr(lambda x, axis=axis: jax.nn.softmax(x, axis))(
+            jax.ShapeDtypeStruct((n, m), jnp.float32)
+        )
+        program = flatten(staged)
+        long = Sizes({"n": 60 * 125, "m": 60 * 132}, {})
+        costs = Costs(long, Sizes({"n": 125, "m": 132}, {}), 60, {("n", "m"): 61_000})
+        assert True not in choose_packed(program, [True], costs)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_many_elements_are_computed_in_an_even_number(shape, traced):
+    # XLA for CPUs does not vectorize a long chain of operations on an odd number.
+    lengths = np.arange(3, 373)
+    lengths[0] += 1 - lengths.sum() % 2
+    x = ragged(*shape, lengths=lengths, poison=False)
+    total = int(lengths.sum())
+    own = jax.tree.map(jnp.asarray, x.lengths) if traced else x.lengths
+
+    def run(fun, data):
+        return bx.vmap(fun)(bx.Ragged(data, own, x.max_length)).data
+
+    chain = lambda x: jax.nn.sigmoid(3 * jnp.tanh(x))
+    text = str(jax.make_jaxpr(functools.partial(run, chain))(x.data))
+    computed = [line for line in text.splitlines() if " tanh " in line or " logistic " in line]
+    assert {f"[{total}" in line for line in computed} == {False}
+    short = str(jax.make_jaxpr(functools.partial(run, lambda x: 2 * x))(x.data))
+    assert "dynamic_update_slice" not in short
+    same(jax.jit(functools.partial(run, chain))(x.data), chain(x.data))
+    slope = lambda fun: jax.jit(jax.grad(lambda d: (fun(d) ** 2).sum()))(x.data)
+    same(slope(functools.partial(run, chain)), slope(chain))
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded", "auto"])

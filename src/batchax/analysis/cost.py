@@ -712,7 +712,7 @@ VECTORIZED = Weights(transcendental=0.2, fused=0.0)
 """The share of one of many lanes that run at once. Functions fill vector registers, and what acts
 on each element is one loop with what reads it."""
 
-ROWS = Weights(transcendental=2.0, fused=0.05)
+ROWS = Weights(transcendental=0.6, fused=0.05)
 """Rows, packed or padded. Between operations they are masked, or moved to the other layout, which
 keeps many from being one loop. Arrays are long, and of functions some fill vector registers."""
 

@@ -265,6 +265,12 @@ class RowSize:
     def index(self) -> RowIndex:
         return RowIndex.of(self.lengths, self.capacity, self.bound)
 
+    def index_in(self, capacity: int) -> RowIndex:
+        """Where rows are in an array of another size."""
+        if capacity == self.capacity:
+            return self.index
+        return RowIndex.of(self.lengths, capacity, self.bound)
+
     @cached_property
     def noted(self) -> NotedSize:
         return NotedSize(self.rows, self.bound, self.capacity, known_lengths(self.lengths))

@@ -31,6 +31,7 @@ from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.registry import is_replaced_in_jax, reduced_dims
+from batchax.rows.index import WINDOW
 from batchax.rows.packed_forms import (
     Names,
     can_hold,
@@ -38,6 +39,7 @@ from batchax.rows.packed_forms import (
     has_several,
     merge,
     merged_size,
+    names_of,
     packed_move,
     shorter,
 )
@@ -52,6 +54,7 @@ from batchax.rows.sizes import (
     depends_on_sizes,
     has_symbols,
     is_symbolic,
+    ragged_axes,
     ragged_axis,
 )
 
@@ -450,6 +453,8 @@ class Costs:
     rows: int  # how many there are
     # How many elements packed rows hold that are ragged along several axes, by their sizes.
     room: Mapping[Names, int] = field(default_factory=dict)
+    # Whether each row is known to be as long as its bounds: then packed arrays need no gather.
+    full: bool = False
 
     def of(self, step: RowStep, packed: bool, differs: Sequence[bool]) -> float:
         """Nanoseconds, roughly, for all rows; `differs` says of values whether rows do."""
@@ -465,8 +470,17 @@ class Costs:
             sizes, times = Sizes(each, {}), self.rows
         with reading_symbols(sizes.bound):
             cost = times * cost_of_equation(eqn, differs=own)
-        if packed and eqn.primitive.name in REDUCED and not has_symbols(eqn.outvars[0].aval.shape):
-            cost += Cost(places=2 * max(sizes.bounds.values()))  # elements are added one by one
+        if eqn.primitive.name in REDUCED and has_symbols(shape := eqn.invars[0].aval.shape):
+            numbers = times * math.prod(sizes.bounds_of(shape))
+            wide = packed and math.prod(d for d in shape if not is_symbolic(d)) > WINDOW
+            # Padded, each number is masked. Packed, a loop over rows adds up what fits a window;
+            # XLA adds others to their rows one by one.
+            cost += Cost(places=2 * max(sizes.bounds.values())) if wide else Cost(bytes=8 * numbers)
+        if packed and has_symbols(shape := eqn.outvars[0].aval.shape):
+            each = zip(eqn.invars, own, strict=True)
+            if any(differs and not has_symbols(v.aval.shape) for v, differs in each):
+                # Each element finds what its row has, as most elements after the one before.
+                cost += Cost(places=max(sizes.bounds.values()) // 2)
         return ROWS.time(cost)
 
     def places(self, bounds: Mapping[str, int]) -> int:
@@ -483,11 +497,21 @@ class Costs:
     def alone(self) -> set[str]:
         return set(self.packed.bounds).difference(*self.room)
 
-    def move(self, shape: Shape) -> float:
-        """Nanoseconds, roughly, to move a value, of numbers of 32 bits, between layouts."""
-        places = self.rows * max(self.padded.bounds.values())
-        size = self.rows * math.prod(self.padded.bounds_of(shape))
-        return ROWS.time(Cost(places=places, bytes=2 * 4 * size))
+    def move(self, shape: Shape, packed: bool) -> float:
+        """Nanoseconds, roughly, to move a value, of numbers of 32 bits, to that layout."""
+        if self.full:
+            return 0.0
+        at = ragged_axes(shape)
+        pieces = self.rows * math.prod(self.padded.bound(shape[k]) for k in at[:-1])
+        # What moves is not fused with what makes or reads it, padded.
+        cost = Cost(places=4 * pieces * (len(at) > 1))
+        cost += Cost(bytes=8 * self.rows * math.prod(self.padded.bounds_of(shape)))
+        if packed:
+            each = math.prod(d for d in shape if not is_symbolic(d))
+            one = max(self.packed.bounds_of(shape)) if len(at) == 1 else 0
+            elements = self.room.get(names_of(shape) or (), one)
+            cost += Cost(places=elements, bytes=8 * each * elements)
+        return ROWS.time(cost)
 
 
 def differing_values(program: RowProgram, batched: Sequence[bool]) -> list[bool]:
@@ -518,7 +542,9 @@ def choose_packed(
         held = all(names in costs.room for names in groups_in(step.eqn))
         possible.append(held and can_pack(step.eqn, dense, costs.padded.bounds))
     packed = [p is True and layout != Layout.PADDED for p in possible]
-    if layout == Layout.AUTO and False in possible and True in possible:
+    if layout == Layout.AUTO and costs.full:
+        packed = [False] * len(possible)
+    elif layout == Layout.AUTO and True in possible:
         packed = _cheaper(program, possible, ragged, differs, costs)
     return [None if p is None else own for p, own in zip(possible, packed, strict=True)]
 
@@ -572,15 +598,16 @@ def _cost(
 ) -> float:
     """Nanoseconds, roughly, of all steps, and of moving what is wanted in another layout."""
     padded: set[int] = set()  # values that padded steps made: others are packed, as arguments are
-    moved: set[int] = set()
+    moved: set[tuple[int, bool]] = set()  # and whether to packed rows
     total = 0.0
     for step, is_packed, may_be in zip(program.steps, packed, possible, strict=True):
         if may_be is None:
             continue
         total += price(step, is_packed) if may_be else 0.0  # without a choice it is the same
-        moved |= {v for v in step.used if v in ragged and (v in padded) == is_packed}
+        wanted = (v for v in step.used if v in ragged and (v in padded) == is_packed)
+        moved.update((v, is_packed) for v in wanted)
         padded.update(() if is_packed else step.outputs)
     for v in program.outputs:  # what is returned is packed
         if isinstance(v, int) and v in ragged and can_hold(costs.room, program.shapes[v]):
-            moved |= {v} & padded
-    return total + sum(costs.move(program.shapes[v]) for v in moved)
+            moved.update((v, True) for v in {v} & padded)
+    return total + sum(costs.move(program.shapes[v], packed) for v, packed in moved)

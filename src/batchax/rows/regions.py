@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -42,7 +43,7 @@ from batchax.rows.layouts import (
 )
 from batchax.rows.near import shortened
 from batchax.rows.packed import PackedRows, run_and_note
-from batchax.rows.packed_forms import Packed, names_of
+from batchax.rows.packed_forms import Names, Packed, names_of
 from batchax.rows.padded import CannotPad, Row, run_equation
 from batchax.rows.ragged import Ragged
 from batchax.rows.size_classes import (
@@ -52,7 +53,7 @@ from batchax.rows.size_classes import (
     obstacle,
     run_in_classes,
 )
-from batchax.rows.sizes import Sizes, has_symbols, ragged_axes
+from batchax.rows.sizes import Sizes, has_symbols, is_symbolic, ragged_axes
 
 RunPadded = Callable[..., list[Packed]]
 """``run(rows, one_row=, arguments=, shapes=)``: a function of one padded row run for all rows,
@@ -338,14 +339,15 @@ class InRegions(Strategy):
 
     def run(self, call: Call) -> tuple[list[Any], _Placed]:
         assert isinstance(call, RowCall)
-        index = {size.name: size.index.inside() for size in call.sizes}
-        room = {
-            tuple(size.name for size in own): capacity_of(m.value)
-            for m, own in reversed(call.arguments)  # of several the first
-            if len(own) > 1
-        }
-        rows = PackedRows(call.axis, index, room)
-        program, regions, in_groups, called = self._find_regions(call, rows)
+        room: dict[Names, int] = {(size.name,): size.capacity for size in call.sizes}
+        for m, own in reversed(call.arguments):  # of several the first
+            if len(own) > 1:
+                room[tuple(size.name for size in own)] = capacity_of(m.value)
+        several = {names: each for names, each in room.items() if len(names) > 1}
+        program, regions, in_groups, called, is_long = self._find_regions(call, several)
+        even = {names: _even_room(each) if is_long else each for names, each in room.items()}
+        index = {size.name: size.index_in(even[size.name,]).inside() for size in call.sizes}
+        rows = PackedRows(call.axis, index, {names: even[names] for names in several})
         for region in regions if recording.is_on() else ():
             name = "packed" if region.packed else called
             recording.fact("region", layout=name, steps=region.steps, rows=call.noted)
@@ -360,6 +362,9 @@ class InRegions(Strategy):
             if out.axis is None and has_symbols(out.shape) and names_of(out.shape) is None:
                 own = Shorter.of(out.shape, call.sizes, call.arguments)
                 arrays[k] = shortened(out.value, own, program, k, [x.value for x in arguments])
+            elif out.axis is None and has_symbols(out.shape):
+                names, at = names_of(out.shape) or (), ragged_axes(out.shape)[0]
+                arrays[k] = _with_own_room(arrays[k], at, room[names])
         totals = [isinstance(out, _Total) for out in outs]
         return arrays, _Placed([out.axis for out in outs], totals)
 
@@ -392,19 +397,28 @@ class InRegions(Strategy):
         return results, call.outputs
 
     def _find_regions(
-        self, call: RowCall, rows: PackedRows
-    ) -> tuple[RowProgram, list[Region], RunPadded | None, str]:
-        """The program in regions, how padded ones run, and what that is called."""
+        self, call: RowCall, several: Mapping[Names, int]
+    ) -> tuple[RowProgram, list[Region], RunPadded | None, str, bool]:
+        """The program in regions, how padded ones run, and what that is called.
+
+        Also whether packed ones compute much for each element. Arrays that are ragged along
+        `several` axes hold so many elements.
+        """
         program = flatten(call.staged, call.bounds)
         batched = [m.axis is not None for m in call.mapped]
         room = {size.name: size.capacity for size in call.sizes}
         sizes = Sizes(room, {}), Sizes(call.bounds, {})
-        costs = Costs(*sizes, call.sizes[0].rows, rows.room)
+        full = all(size.index.full for size in call.sizes)
+        costs = Costs(*sizes, call.sizes[0].rows, several, full)
         packed = choose_packed(program, batched, costs, self.layout)
         in_groups, called = self._in_groups(call, program, packed, batched, costs)
+        each = zip(program.steps, packed, strict=True)
+        steps = [step for step, p in each if p]
+        has_keys = any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in call.arrays)
+        is_long = not has_keys and _is_long(costs, steps, differing_values(program, batched))
         if in_groups is None:
-            return program, find_regions(program.steps, packed), None, called
-        return program, regions_of_groups(program, packed, batched), in_groups, called
+            return program, find_regions(program.steps, packed), None, called, is_long
+        return program, regions_of_groups(program, packed, batched), in_groups, called, is_long
 
     def _in_groups(
         self,
@@ -441,6 +455,45 @@ def _held(rows: PackedRows, m: Mapped, own: SizesOf) -> Packed:
     capacity = rows.along(tuple(size.name for size in own)).capacity
     data = with_room(x.data, x.element_axis, capacity)
     return replace(packed := Packed(data, shape), value=rows.cut(packed))
+
+
+_MANY = 2**16  # numbers, from which on XLA for CPUs splits an array in parts, one for each core
+_FEW = 4  # numbers of an element: of more, a loop over them is vectorized in any case
+_LONG = 2.0  # nanoseconds for each number, from which on to move it is little
+
+
+def _is_long(costs: Costs, steps: Sequence[RowStep], differs: Sequence[bool]) -> bool:
+    """Whether packed steps compute much for each number, of many elements of a few numbers."""
+    work = 0.0
+    for step in (step for step in steps if step.eqn.outvars):
+        shape = step.eqn.outvars[0].aval.shape
+        each = math.prod(d for d in shape if not is_symbolic(d))
+        if has_symbols(shape) and 0 < each <= _FEW and each * costs.held > _MANY:
+            work += costs.of(step, packed=True, differs=differs) / (each * costs.held)
+    return work > _LONG
+
+
+def _even_room(capacity: int) -> int:
+    """At least so many elements, in an even number.
+
+    Where parts of an array differ, XLA for CPUs does not vectorize a long chain of operations: a
+    softplus of 126,555 elements takes 4x as long as of 126,560.
+    """
+    return -(-capacity // 16) * 16 if capacity % 2 else capacity
+
+
+def _with_own_room(x: Value, axis: int, capacity: int) -> jax.Array:
+    """The first elements of a packed array, so many."""
+    if x.shape[axis] == capacity:
+        return x
+    # Written in two parts, of which one is even: a slice would be one loop with what makes `x`, of
+    # an odd number of elements. Both read `x`, which is computed once, before.
+    most = lax.slice_in_dim(x, 0, capacity - 1, axis=axis)
+    last = lax.slice_in_dim(x, capacity - 1, capacity, axis=axis)
+    out = lax.full((*x.shape[:axis], capacity, *x.shape[axis + 1 :]), 0, x.dtype)
+    out, most, last = _compat.varying_alike([out, most, last])
+    out = lax.dynamic_update_slice_in_dim(out, most, 0, axis)
+    return lax.dynamic_update_slice_in_dim(out, last, capacity - 1, axis)
 
 
 def most_classes(call: RowCall, options: RowOptions, in_chunks: bool) -> Classes:

@@ -237,7 +237,8 @@ def _filled(costs: Costs, names: Names) -> float:
 def _joined(program: RowProgram, costs: Costs) -> float:
     shapes = [program.shapes[i] for i in program.outputs if isinstance(i, int)]
     several = [s for s in shapes if has_symbols(s) and not can_hold(costs.room, s)]
-    return sum(costs.move(shape) for shape in several)
+    places = ROWS.place * costs.rows * max(costs.padded.bounds.values())
+    return sum(places + costs.move(shape, packed=False) for shape in several)
 
 
 def _compiling(groups: int, steps: Sequence[RowStep]) -> float:
