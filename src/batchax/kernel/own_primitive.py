@@ -28,7 +28,7 @@ from batchax.jaxprs.bodies import (
     is_rebuilt,
 )
 from batchax.jaxprs.evaluate import Rewriter, bind_equation, evaluate
-from batchax.jaxprs.primitive_facts import divided, enter, operations_of, stands_for
+from batchax.jaxprs.primitive_facts import enter, operations_of, stands_for
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Params, Value, Values
 from batchax.kernel.registry import Rule, serve_own
 from batchax.kernel.reverse_rules import with_reverse_rules
@@ -436,20 +436,6 @@ def own_primitive(
         transpose = functools.partial(_transpose, flat, primitive)
     ad.primitive_transposes[primitive] = transpose
     return primitive
-
-
-def as_one_kernel(
-    run: Callable[..., list[Any]], types: Sequence[Aval], operands: Values
-) -> list[Any]:
-    """Runs `run` of `operands` as a single XLA kernel, in a program for a CPU.
-
-    As separate operations each array that a loop begins with, and each small result, would be a
-    kernel to compile. Results are of `types`.
-    """
-    # A compiler that divides a program among devices does not know what a kernel needs of others.
-    if divided() or not all(x.size for x in (*operands, *types)):
-        return run(*operands)
-    return _compat.single_kernel(run, types, operands)
 
 
 def jvp_of(operations: Callable[..., Any], primitive: _compat.Primitive) -> Derivative:

@@ -1,7 +1,7 @@
 """Which rows are in which block, where blocks of one class are of the same size.
 
-On a CPU a short loop over rows finds that, and another one where their elements are, as one kernel.
-Running sums, gathers, and a scatter are thirty, and XLA takes ten milliseconds to compile each.
+On a CPU a short loop over rows finds that, and another one where their elements are. Running sums,
+gathers, and a scatter are thirty kernels, and XLA takes ten milliseconds to compile each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from batchax.execution.slices import entry_of, part_of, put_entry, put_part
 from batchax.jaxprs.types import Aval, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function, repeat
-from batchax.kernel.own_primitive import NoDerivative, as_one_kernel, own_primitive
+from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.rows.index import WINDOW, Ints
 
 
@@ -176,20 +176,12 @@ def _parts(operands: Values, blocks: _Blocks) -> tuple[Values, list[Values]]:
 
 def _places_on_cpu(*operands: Value, blocks: _Blocks) -> list[Any]:
     lengths, rest = _parts(operands, blocks)
-    # Loops do not read which row each element is of, so XLA drops what finds that.
-    ends = [x for starts, _, _, own in rest for x in (starts, own)]
-
-    def run(*operands: Value) -> list[Any]:
-        found = _rows_by_loop(operands[: len(lengths)], blocks)
-        _, number, *_, at, row = found
-        each = iter(operands[len(lengths) :])
-        for (_, row_of, _, _), (widths, room) in zip(rest, blocks.lines, strict=True):
-            line = next(each), next(each), row_of.shape[0], widths, room
-            found += _line_by_loop(number, at, row, blocks, *line)
-        return found
-
-    types = _types(*map(jax.typeof, operands), blocks=blocks)
-    return as_one_kernel(run, types, [*lengths, *ends])
+    found = _rows_by_loop(lengths, blocks)
+    _, number, *_, at, row = found
+    for (starts, row_of, _, own), (widths, room) in zip(rest, blocks.lines, strict=True):
+        line = starts, own, row_of.shape[0], widths, room
+        found += _line_by_loop(number, at, row, blocks, *line)
+    return found
 
 
 def _rows_by_loop(lengths: Values, blocks: _Blocks) -> list[Any]:

@@ -165,13 +165,12 @@ class Operation:
     def _zeroed(self, row: Row, size: int) -> Value:
         """The array of `row` with zeros in its padding, an operand of a result of that `size`.
 
-        If its elements are repeated there, a CPU would compute all that is cheap for each of their
-        copies. It does not where there is a division that no compiler can simplify.
+        If its elements are repeated there, XLA would compute all that is cheap for each of their
+        copies. It does not for a division that no compiler can simplify.
         """
         value = self.filled(row, 0)
         mask = self.sizes.mask(row.shape, self.sizes.padded_axes(row.shape))
-        repeats = row.size < size and is_inexact(value) and jax.default_backend() == "cpu"
-        if mask is None or not repeats:
+        if mask is None or row.size >= size or not is_inexact(value):
             return value
         one, two = (lax.full_like(value, x) for x in (1, 2))
         return lax.div(value, lax.select(mask, one, two))

@@ -6,7 +6,6 @@ addition. Running sums and a scatter are twenty kernels.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -19,7 +18,7 @@ from batchax.execution.slices import put_entry
 from batchax.jaxprs.types import Aval, Value, Values
 from batchax.kernel.axis import Axis, Positions, axis_to_front
 from batchax.kernel.inner import repeat
-from batchax.kernel.own_primitive import NoDerivative, as_one_kernel, own_primitive
+from batchax.kernel.own_primitive import NoDerivative, own_primitive
 
 
 def places_where(condition: Value, size: int) -> list[Any]:
@@ -40,7 +39,7 @@ def _places(condition: Value, *, size: int) -> list[Any]:
     return [places, jnp.sum(condition, dtype=np.int32)]
 
 
-def _places_by_loop(condition: Value, *, size: int) -> list[Any]:
+def _places_on_cpu(condition: Value, *, size: int) -> list[Any]:
     *leading, count = condition.shape
     # Behind the places of each lane is an entry for what is written and does not count.
     lanes, room, last = math.prod(leading), size + 1, np.int32(size)
@@ -70,11 +69,6 @@ def _places_by_loop(condition: Value, *, size: int) -> list[Any]:
     places, counts = repeat(lanes, of_lane, state)
     places = lax.slice_in_dim(lax.reshape(places, (*leading, room)), 0, size, axis=-1)
     return [places, lax.reshape(counts, leading)]
-
-
-def _places_on_cpu(condition: Value, *, size: int) -> list[Any]:
-    run = functools.partial(_places_by_loop, size=size)
-    return as_one_kernel(run, _types(jax.typeof(condition), size=size), [condition])
 
 
 def _types(condition: Aval, *, size: int) -> list[Any]:
