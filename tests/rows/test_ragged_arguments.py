@@ -118,3 +118,9 @@ def test_mistakes_are_named(call, error, match):
     raised = check_raises(call, error, match)
     if error is TypeError:
         assert 'bx.ragged("n") for each of them' in str(raised)
+
+
+@pytest.mark.parametrize("fun", [lambda x: x @ x.T, lambda x: jnp.outer(x[:, 0], x[:, 1])])
+def test_two_axes_of_rows_that_are_all_empty(fun):
+    empty = bx.Ragged.from_rows([jnp.zeros((0, 3))] * 4)
+    assert [row.shape for row in bx.vmap(fun)(empty).rows()] == [(0, 0)] * 4

@@ -275,7 +275,7 @@ def pack_rows(padded: Value, index: RowIndex, axis: Axes) -> jax.Array:
     if len(axes) > 1:
         in_pieces, in_rows = _of_pieces(axes)
         padded = jnp.moveaxis(padded, in_rows, in_pieces)
-        padded = padded.reshape(-1, *padded.shape[len(axes) :])
+        padded = lax.collapse(padded, 0, len(axes))
     if index.full:
         return lax.collapse(jnp.moveaxis(padded, 0, axes[0]), axes[0], axes[0] + 2)
     return _linear_gather(_pack, _pad, index, padded, axes[0])
