@@ -124,3 +124,16 @@ def test_mistakes_are_named(call, error, match):
 def test_two_axes_of_rows_that_are_all_empty(fun):
     empty = bx.Ragged.from_rows([jnp.zeros((0, 3))] * 4)
     assert [row.shape for row in bx.vmap(fun)(empty).rows()] == [(0, 0)] * 4
+
+
+@pytest.mark.parametrize("bounds", [None, (3, 0), (0, 3), (2, 2)])
+def test_arguments_with_two_axes_of_rows_that_are_all_empty(bounds):
+    x = bx.Ragged(jnp.zeros(0), ([0] * 4, [0] * 4), bounds, axis=(0, 1))
+    assert x.to_padded().shape == (4, *x.max_length)
+    np.testing.assert_array_equal(x.offsets, np.zeros(5))
+    for how in [{}, {"batch_size": 2}]:
+        np.testing.assert_array_equal(bx.vmap(jnp.sum, **how)(x), np.zeros(4))
+        rows = bx.vmap(lambda row: jnp.sin(row) @ row.T, **how)(x).rows()
+        assert [row.shape for row in rows] == [(0, 0)] * 4
+    gradient = jax.grad(lambda data: bx.vmap(jnp.sum)(x.with_data(data)).sum())(x.data)
+    assert gradient.shape == (0,)

@@ -14,6 +14,7 @@ compiles it as one function.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -150,9 +151,9 @@ class RowIndex:
     lengths: Any  # how many elements each has, int32 of shape (B,); within the array and the bound
     bound: int  # no row is longer
     capacity: int  # the size of the packed array
-    # The bounds of ragged axes before the last one, of rows that have several: there are so
-    # many pieces in each, and B counts those.
-    before: tuple[int, ...] = ()
+    # The number of rows and, of rows that have several ragged axes, the bounds of those before
+    # the last: there are so many pieces in each row, and B counts those.
+    pieces: tuple[int, ...]
     # Where lengths are traced the row of each element of the packed array, and its place in
     # padded rows that follow one another.
     traced: tuple[Any, Any] | None = None
@@ -162,9 +163,9 @@ class RowIndex:
         if not isinstance(lengths, Tracer):  # checked when the Ragged was made
             sizes = np.asarray(lengths).astype(np.int32)
             starts = (np.cumsum(sizes) - sizes).astype(np.int32)
-            return cls(starts, sizes, bound, capacity)
+            return cls(starts, sizes, bound, capacity, sizes.shape)
         starts, sizes, rows, places = row_places(lengths.astype(jnp.int32), capacity, bound)
-        return cls(starts, sizes, bound, capacity, traced=(rows, places))
+        return cls(starts, sizes, bound, capacity, sizes.shape, (rows, places))
 
     @classmethod
     def of_axes(cls, lengths: Sequence[Any], capacity: int, bounds: Sequence[int]) -> RowIndex:
@@ -173,13 +174,13 @@ class RowIndex:
         if not first:
             return cls.of(last, capacity, bounds[0])
         numpy = jnp if any(isinstance(x, Tracer) for x in lengths) else np
-        before, ndim = tuple(bounds[:-1]), len(bounds)
+        ndim = len(bounds)
         along = lambda x, k: numpy.asarray(x).reshape([-1 if i == k else 1 for i in range(ndim)])
         pieces = along(last, 0)
-        for k, (length, bound) in enumerate(zip(first, before, strict=True)):
+        for k, (length, bound) in enumerate(zip(first, bounds[:-1], strict=True)):
             inside = along(np.arange(bound), k + 1) < along(length, 0)
             pieces = numpy.where(inside, pieces, 0)
-        return replace(cls.of(pieces.reshape(-1), capacity, bounds[-1]), before=before)
+        return replace(cls.of(pieces.reshape(-1), capacity, bounds[-1]), pieces=pieces.shape)
 
     def inside(self) -> RowIndex:
         """This for a program that is staged within another, whose tracers must not be kept here."""
@@ -194,6 +195,12 @@ class RowIndex:
     def full(self) -> bool:
         """Whether it is known that each row is as long as it may be, and nothing is behind them."""
         return bool(self.exact and self.lengths.size and (self.lengths == self.bound).all())
+
+    @property
+    def starts_of_rows(self) -> Ints:
+        """Where each row begins, of however many pieces it is."""
+        count = math.prod(self.pieces[1:])
+        return self.starts[::count] if count else np.zeros(self.pieces[0], np.int32)
 
     @property
     def total(self) -> Value:
@@ -239,7 +246,7 @@ def pad_rows(data: Value, index: RowIndex, axis: Axes, fill_value: Value = 0) ->
     pieces = _pad_pieces(data, index, axes[0], fill_value)
     if len(axes) == 1:
         return pieces
-    split = pieces.reshape(-1, *index.before, *pieces.shape[1:])
+    split = pieces.reshape(*index.pieces, *pieces.shape[1:])
     return jnp.moveaxis(split, *_of_pieces(axes))
 
 

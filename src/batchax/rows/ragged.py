@@ -207,9 +207,7 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
         """The offsets of the rows in `data`: int32 of shape ``(B + 1,)``."""
         index = self.index
         numpy = np if isinstance(index.starts, np.ndarray) else jnp
-        pieces = math.prod(index.before)
-        ends = (index.starts + index.lengths)[pieces - 1 :: pieces] if pieces else index.starts
-        return numpy.concatenate([numpy.zeros(1, np.int32), ends])
+        return numpy.concatenate([index.starts_of_rows, numpy.reshape(index.total, 1)])
 
     @property
     def index(self) -> RowIndex:

@@ -489,8 +489,8 @@ class _Moving:
             if len(dims) == 1:
                 sizes = [jnp.asarray(index.lengths)]
             row_of, places = jnp.asarray(index.rows), [jnp.asarray(index.places)]
-            starts = jnp.asarray(index.starts[:: math.prod(index.before)])
-            for bound in reversed(index.before):
+            starts = jnp.asarray(index.starts_of_rows)
+            for bound in reversed(index.pieces[1:]):
                 places.insert(0, row_of % np.int32(bound))
                 row_of = row_of // np.int32(bound)
         else:
