@@ -61,6 +61,7 @@ class RowWorkload:
       published: whether rows are of `published_lengths`.
       images: whether rows are of `image_sizes`, ragged along two axes.
       known: whether these are known while the program is compiled.
+      times: how many times as many rows as others it has.
     """
 
     name: str
@@ -75,6 +76,7 @@ class RowWorkload:
     published: bool = False
     images: bool = False
     known: bool = False
+    times: int = 1
 
 
 TABLE = 5000
@@ -119,7 +121,7 @@ def data(workload: RowWorkload, count: int) -> tuple[Rows, Weights]:
         known = bx.Ragged(jnp.asarray(flat, jnp.float32), sizes, most, axis=(0, 1))
         images = bx.Ragged(known.data, tuple(map(jnp.asarray, sizes)), most, axis=(0, 1))
         return Rows(images, known.to_padded(), None), workload.weights(generator)
-    sizes = tailed_lengths()[:count] if workload.long_tail else lengths(count)
+    sizes = tailed_lengths()[:count] if workload.long_tail else lengths(count * workload.times)
     sizes = published_lengths()[-count:] if workload.published else sizes
     bound = TAIL_BOUND if workload.long_tail else int(sizes.max())
     total = int(sizes.sum())
@@ -220,6 +222,18 @@ def _columns(x: Any, weights: Weights) -> Any:
 
 def _columns_padded(rows: Rows, weights: Weights) -> Any:
     return jax.nn.softmax(jnp.where(_inside(rows)[0], rows.padded, -jnp.inf), 1)
+
+
+def _softplus(x: Any, weights: Weights) -> Any:
+    return jax.nn.softplus(x)
+
+
+def _softplus_padded(rows: Rows, weights: Weights) -> Any:
+    return jnp.where(rows.mask, jax.nn.softplus(rows.padded), 0)
+
+
+def _softplus_packed(rows: Rows, weights: Weights) -> Any:
+    return jax.nn.softplus(rows.ragged.data)
 
 
 def _block(x: Any, weights: Weights) -> Any:
@@ -361,6 +375,17 @@ _WORKLOADS = [
     ),
     RowWorkload(
         "recurrence", _recurrence, _recurrence_padded, None, 64, _dense((64, 64), (64, 64))
+    ),
+    # 127,019 elements, an odd number: XLA for CPUs does not vectorize them as they are.
+    RowWorkload(
+        "softplus, 3,072 rows",
+        _softplus,
+        _softplus_padded,
+        _softplus_packed,
+        None,
+        _dense(),
+        token_wise=True,
+        times=24,
     ),
     RowWorkload("sort", _sorted, _sorted_padded, None, None, _dense()),
     RowWorkload(

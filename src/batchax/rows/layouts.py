@@ -504,7 +504,7 @@ class Costs:
         at = ragged_axes(shape)
         pieces = self.rows * math.prod(self.padded.bound(shape[k]) for k in at[:-1])
         # What moves is not fused with what makes or reads it, padded.
-        cost = Cost(places=4 * pieces * (len(at) > 1))
+        cost = Cost(places=4 * pieces * (len(at) > 1), calls=300)  # some loops, of any length
         cost += Cost(bytes=8 * self.rows * math.prod(self.padded.bounds_of(shape)))
         if packed:
             each = math.prod(d for d in shape if not is_symbolic(d))
@@ -565,7 +565,7 @@ def _cheaper(
     for part in _parts(program, best, possible, ragged):
         other = [p != (k in part) for k, p in enumerate(best)]
         taken = cost(other)
-        if taken < least:
+        if taken < 0.97 * least:  # less is no difference, and two layouts compile for longer
             best, least = other, taken
     return list(best)
 
