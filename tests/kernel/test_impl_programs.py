@@ -125,11 +125,16 @@ def test_on_devices(solver):
     _close(bx.vmap(gradient, mesh="all", batch_size=2)(A, B), _one_by_one(gradient, A, B))
 
 
-def test_an_impl_with_a_collective_is_the_librarys():
+@pytest.mark.parametrize(
+    "how", [{}, {"batch_size": 5}, {"mesh": "all"}, {"mesh": "all", "batch_size": 2}]
+)
+def test_an_impl_with_a_collective_is_the_librarys(how):
     centered = lambda x: [x - lax.pmean(x, "i")]
     primitive = eqxi.create_vprim("centered", centered, lambda x: [x], None, None)
-    run = bx.vmap(lambda x: primitive.bind(x)[0], axis_name="i")
-    np.testing.assert_allclose(run(B), B - B.mean(0), 1e-5, 1e-5)
+    run = bx.vmap(lambda x: jnp.sin(primitive.bind(x)[0]), axis_name="i", **how)
+    np.testing.assert_allclose(run(B), jnp.sin(B - B.mean(0)), 1e-5, 1e-5)
+    in_a_call = bx.vmap(jax.jit(lambda x: primitive.bind(2 * x)[0]), axis_name="i", **how)
+    np.testing.assert_allclose(in_a_call(B), 2 * (B - B.mean(0)), 1e-5, 1e-5)
 
 
 def test_composes_with_vmap_of_jax():

@@ -111,8 +111,26 @@ def _unmarked(eqn: Eqn) -> frozenset[Hashable]:
     )
     if inner and "mesh" in eqn.params:  # shard_map binds the names of its mesh itself
         inner -= frozenset(eqn.params["mesh"].axis_names)
+    if _impl_uses_names.is_true(eqn):
+        return frozenset([ANY_NAME])
     # The primitive of a third party may be a collective: any parameter may hold the name.
     return inner | names_in(eqn.params) if is_foreign(eqn.primitive) else inner
+
+
+def _needs_names(eqn: Eqn) -> bool:
+    """Returns whether an equation, of a library's primitive, has a collective in its `impl`."""
+    if not _compat.is_vmap_of_impl(eqn.primitive):
+        return False
+    run = lambda *xs: list(eqn.primitive.impl(*xs, **eqn.params))
+    try:
+        with without_mesh():
+            program = _compat.stage(run, as_without_mesh([v.aval for v in eqn.invars]))
+    except NameError:
+        return True
+    return bool(_compat.named_axes(program.effects))
+
+
+_impl_uses_names = Anywhere(_needs_names)
 
 
 @cached_on("names of axes that programs use")
