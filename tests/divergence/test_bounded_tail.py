@@ -70,16 +70,21 @@ def test_values_and_derivatives(name, way):
     oracle.same(*compiled(counts, points, other), None, "not finite: ")
 
 
-def test_what_only_a_derivative_needs_is_compiled_once_forth():
-    """A loop forward, whose window no result needs, and two steps back: each has a sine."""
+@pytest.mark.parametrize(
+    ("reads", "of", "sines"),
+    [(False, jax.grad, 3), (True, jax.grad, 4), (False, jax.value_and_grad, 4)],
+)
+def test_what_only_a_derivative_needs_is_compiled_once_forth(reads, of, sines):
+    """A loop forward, a window if a result or the predicate needs it, and two steps back."""
 
     def f(n, x):
-        return bx.bounded_while(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x), 9)
+        more = lambda c: (c[0] < n) & (c[1].sum() > 0.5) if reads else c[0] < n
+        return bx.bounded_while(more, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x), 9)
 
     of_all = bx.vmap(f, divergence=FORCED)
-    gradient = jax.jit(jax.grad(lambda n, x: of_all(n, x)[1].sum(), 1))
-    text = gradient.lower(jnp.zeros(16, int), jnp.zeros((16, 4))).compile().as_text()
-    assert text.count(" sine(") == 3
+    run = jax.jit(of(lambda n, x: of_all(n, x)[1].sum(), 1))
+    text = run.lower(jnp.zeros(16, int), jnp.zeros((16, 4))).compile().as_text()
+    assert text.count(" sine(") == sines
     assert text.count(" cosine(") == 2
 
 
