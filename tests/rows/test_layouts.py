@@ -98,6 +98,13 @@ def test_each_part_of_a_function_has_the_layout_that_costs_less():
     wide = lambda x: jnp.tanh(x @ jnp.ones((3, 300))) @ jnp.ones((300, 3))
     assert chosen(lambda x: wide(attend(wide(x)))) == ["packed", "padded", "packed"]
 
+    def deep(x):  # where each part by itself saves little of the whole
+        for _ in range(40):
+            x = attend(wide(x))
+        return x
+
+    assert chosen(deep) == ["packed", "padded"] * 40
+
 
 def test_rows_that_are_known_to_be_as_long_as_the_bound_are_an_array():
     norm = lambda x: (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1)

@@ -565,9 +565,13 @@ def _cheaper(
     for part in _parts(program, best, possible, ragged):
         other = [p != (k in part) for k, p in enumerate(best)]
         taken = cost(other)
-        if taken < 0.97 * least:  # less is no difference, and two layouts compile for longer
+        if taken < least - _NO_DIFFERENCE:
             best, least = other, taken
     return list(best)
+
+
+# Nanoseconds that the model cannot tell apart. Of many parts, each may save little of the whole.
+_NO_DIFFERENCE = 5000
 
 
 def _parts(
