@@ -299,7 +299,7 @@ def _from_the_start(t: Thresholds, size: int, step: Step, alike: int) -> int:
     width = _fitting(t, size, max(begun, t.min_window_work / step.work))
     if width < size and t.few_cores and step.begun >= step.work / 2:
         # One core takes no longer for these than two take for all lanes, which are masked.
-        width = min(width, max(1, size // _NARROW, math.ceil(begun)))
+        width = min(width, max(1, size // max(t.window_shares), math.ceil(begun)))
     return width
 
 
@@ -595,7 +595,6 @@ PROBED, _MAX_SLOWDOWN, PROBED_GAIN = 4, 2.5, 0.8
 # the step. Programs: van der Pol; search: 32 sines.
 _SERIAL_OF_CORES = 0.5
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
-_NARROW = 32  # windows of fused steps that all lanes fill on few cores, if one keeps a core busy
 _FILL = 0.75  # of what it takes to begin its operations, as much work as a block of the last has
 _PAUSE = 8  # steps of all lanes before those that are left are counted: each count ends a kernel
 # A window of a nested loop to which moving a lane costs so many times too much saves half of what
