@@ -19,7 +19,7 @@ from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.evaluate import Inside, rewritten
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Program
-from batchax.kernel.named_axes import as_without_mesh, without_mesh
+from batchax.kernel.named_axes import as_without_mesh, staged_impl, without_mesh
 from batchax.kernel.own_primitive import declare
 from batchax.kernel.registry import find
 
@@ -50,18 +50,13 @@ def _change(eqn: Eqn, inside: Inside) -> Eqn:
 
 def _programs(eqn: Eqn) -> dict[str, ClosedJaxpr] | None:
     """Returns the parameters of `impl_program`; None if the equation stays as it is."""
-    primitive, params = eqn.primitive, eqn.params
-    types = as_without_mesh([v.aval for v in eqn.invars])
-    bind = lambda *xs: primitive.bind(*xs, **params)
-    try:
-        with without_mesh():
-            program = _compat.stage(lambda *xs: list(primitive.impl(*xs, **params)), types)
-            of = _compat.stage(bind, types)
-    except NameError:  # a collective: JAX's rule for the primitive knows the axis
+    program = staged_impl(eqn)
+    # With a collective, values of a trace around, or callbacks, it stays what the library made it.
+    if program is None or program.consts or program.effects or _calls_host.in_program(program):
         return None
-    # With values of a trace around, or callbacks, it stays what the library made it.
-    if program.consts or program.effects or _calls_host.in_program(program):
-        return None
+    bind = lambda *xs: eqn.primitive.bind(*xs, **eqn.params)
+    with without_mesh():
+        of = _compat.stage(bind, as_without_mesh([v.aval for v in eqn.invars]))
     program = _with_impls(rewritten(program, _unchecked))
     return {"program": _compat.close(program.jaxpr), "of": of}
 

@@ -117,20 +117,23 @@ def _unmarked(eqn: Eqn) -> frozenset[Hashable]:
     return inner | names_in(eqn.params) if is_foreign(eqn.primitive) else inner
 
 
-def _needs_names(eqn: Eqn) -> bool:
-    """Returns whether an equation, of a library's primitive, has a collective in its `impl`."""
-    if not _compat.is_vmap_of_impl(eqn.primitive):
-        return False
+def staged_impl(eqn: Eqn) -> ClosedJaxpr | None:
+    """Returns the `impl` of a library's primitive as a program; None if it has a collective.
+
+    Types are those outside of the mesh of a `shard_map`: Lineax compares them with its own.
+    """
     run = lambda *xs: list(eqn.primitive.impl(*xs, **eqn.params))
     try:
         with without_mesh():
             program = _compat.stage(run, as_without_mesh([v.aval for v in eqn.invars]))
-    except NameError:
-        return True
-    return bool(_compat.named_axes(program.effects))
+    except NameError:  # of an axis that is not known here
+        return None
+    return None if _compat.named_axes(program.effects) else program
 
 
-_impl_uses_names = Anywhere(_needs_names)
+_impl_uses_names = Anywhere(
+    lambda eqn: _compat.is_vmap_of_impl(eqn.primitive) and staged_impl(eqn) is None
+)
 
 
 @cached_on("names of axes that programs use")

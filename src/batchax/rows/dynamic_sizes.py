@@ -25,7 +25,6 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
 from jax.extend import core
-from jax.extend.core import get_opaque_trace_state
 
 from batchax import _compat
 from batchax.cache import Cache
@@ -70,6 +69,7 @@ from batchax.rows.sizes import (
     line_of,
     needs_number,
     question_of,
+    trace_state,
 )
 from batchax.rules.masking import find_collective
 
@@ -87,7 +87,7 @@ class Finding:
         self, condition: Value, limit: int | None, called: str, given: Value
     ) -> jax.Array:
         """The places where a vector of bools, which is made of what is `given`, is true."""
-        here = _trace_state()
+        here = trace_state()
         for condition_then, its_limit, where, places in self.places:
             if condition_then is given and its_limit == limit and where == here:
                 return places
@@ -106,7 +106,7 @@ class Finding:
     def _symbol(self, bound: int) -> SizeOfRow:
         # The same ones each time that a function is staged: by types JAX knows what it has traced.
         # What it has traced under `jax.jit` it keeps, and so there each is another one.
-        number = len(self.places) if _trace_state() == self.outermost else next(_numbers)
+        number = len(self.places) if trace_state() == self.outermost else next(_numbers)
         name = f"found{number}_{bound}"
         self.scope.lengths.found[name] = bound
         return _compat.another_symbol(SizeOfRow, name, self.scope)
@@ -115,16 +115,12 @@ class Finding:
 _SYMBOL = re.compile(r"\bfound\d+_\d+\b")
 
 
-def _trace_state() -> object:
-    return get_opaque_trace_state(convention="nnx")
-
-
 _numbers = itertools.count(1000)
 
 
 @contextmanager
 def _staged_with(scope: _compat.RowScope) -> Iterator[None]:
-    finding = Finding(scope, _trace_state())
+    finding = Finding(scope, trace_state())
     before = FINDING.set(finding)
     try:
         with IN_SCOPE(scope):

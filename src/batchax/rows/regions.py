@@ -457,6 +457,7 @@ def _held(rows: PackedRows, m: Mapped, own: SizesOf) -> Packed:
     return replace(packed := Packed(data, shape), value=rows.cut(packed))
 
 
+# Where packed arrays have an even number of elements. Rows: softplus.
 _MANY = 2**16  # numbers, from which on XLA for CPUs splits an array in parts, one for each core
 _FEW = 4  # numbers of an element: of more, a loop over them is vectorized in any case
 _LONG = 2.0  # nanoseconds for each number, from which on to move it is little

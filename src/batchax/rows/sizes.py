@@ -200,7 +200,7 @@ class Sizes:
 
     def _once(self, key: Any, compute: Callable[[], jax.Array]) -> jax.Array:
         """What `compute` returned for `key` in this trace; a trace within it computes its own."""
-        trace = get_opaque_trace_state(convention="nnx")
+        trace = trace_state()
         if self._masks[0] != trace:
             self._masks = trace, {}
         masks = self._masks[1]
@@ -604,3 +604,8 @@ def leaves_with_found(eqn: Eqn) -> str | None:
     inside_it = {str(each.params["size"]) for each in inner if finds_size(each)}
     dims = (d for v in eqn.outvars for d in getattr(v.aval, "shape", ()) if is_symbolic(d))
     return next((name for d in dims for name in _compat.symbols(d) if name in inside_it), None)
+
+
+def trace_state() -> object:
+    """What differs between traces, and is the same throughout one."""
+    return get_opaque_trace_state(convention="nnx")
