@@ -480,8 +480,8 @@ def _own():
         },
         "rows.blocks": {
             "places_in_blocks": (
-                partial(places_in_blocks_p.bind, blocks=_Blocks((), (2,), 1, (((2,), 4),))),
-                *(several(n, dtype=np.int32) for n in (2, 2, 4, 4, 2)),
+                partial(places_in_blocks_p.bind, blocks=_Blocks((), (2,), 1)),
+                several(2, dtype=np.int32),
             ),
         },
         "rows.index": {

@@ -1,13 +1,12 @@
 """Which rows are in which block, where blocks of one class are of the same size.
 
-On a CPU a short loop over rows finds that, and another one where their elements are. Running sums,
-gathers, and a scatter are thirty kernels, and XLA takes ten milliseconds to compile each.
+On a CPU a short loop over rows finds that. Running sums, gathers, and a scatter are many kernels,
+and XLA takes ten milliseconds to compile each.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from batchax.jaxprs.types import Aval, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function, repeat
 from batchax.kernel.own_primitive import NoDerivative, own_primitive
-from batchax.rows.index import WINDOW, Ints
+from batchax.rows.index import Ints
 
 
 class Places(NamedTuple):
@@ -67,11 +66,6 @@ class Elements(NamedTuple):
     def of_class(self) -> list[np.ndarray]:
         return [np.maximum(width, 1).astype(np.int32) for width in self.widths]
 
-    @property
-    def in_one_line(self) -> bool:
-        """Whether rows follow one another and have one ragged axis."""
-        return self.bounds is None and len(self.places) == 1
-
 
 @dataclass(frozen=True)
 class _Blocks:
@@ -81,8 +75,6 @@ class _Blocks:
     bounds: tuple[tuple[int, ...], ...]
     capacity: tuple[int, ...]  # for each class how many of its rows a block holds
     count: int
-    # Of elements in one line, the bounds of a row for each class, and the elements of a block.
-    lines: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     @property
     def slots(self) -> int:
@@ -112,26 +104,14 @@ def find_blocks(
     Rows have these `lengths`; `bounds` are those of each class but the first, and a block holds
     `capacity` rows of each class.
     """
-    lines = [each for each in elements if each.in_one_line]
-    blocks = _Blocks(
-        tuple(map(tuple, bounds)),
-        tuple(capacity),
-        count,
-        tuple((tuple(map(int, each.of_class[0])), each.room) for each in lines),
-    )
-    given = [x for each in lines for x in (each.starts, each.row, *each.places, *each.sizes)]
-    operands = _compat.varying_alike([*lengths, *given])
-    used, number, *found = places_in_blocks_p.bind(*operands, blocks=blocks)
-    in_blocks, found = found[: len(lengths)], found[len(lengths) :]
-    of_rows, *of_lines = itertools.starmap(Places, zip(found[::2], found[1::2], strict=True))
-    rows, found_lines = RowsOfBlocks(used, number, in_blocks, of_rows), iter(of_lines)
-    return rows, [
-        next(found_lines) if each.in_one_line else _elements(rows, blocks.slots, each)
-        for each in elements
-    ]
+    blocks = _Blocks(tuple(map(tuple, bounds)), tuple(capacity), count)
+    used, number, *found = places_in_blocks_p.bind(*_compat.varying_alike(lengths), blocks=blocks)
+    *in_blocks, at, row = found
+    rows = RowsOfBlocks(used, number, in_blocks, Places(at, row))
+    return rows, [_elements(rows, blocks.slots, each) for each in elements]
 
 
-def _rows(lengths: Values, blocks: _Blocks) -> RowsOfBlocks:
+def _rows(*lengths: Value, blocks: _Blocks) -> list[Any]:
     kind = blocks.classes_of(lengths)
     number, slots, count = len(blocks.capacity), blocks.slots, kind.shape[0]
     capacities = np.array(blocks.capacity, np.int32)
@@ -154,37 +134,10 @@ def _rows(lengths: Values, blocks: _Blocks) -> RowsOfBlocks:
     row = jnp.where(np.arange(slots, dtype=np.int32)[None] < held[:, None], row, row[:, :1])
     row = row.reshape(-1)
     in_blocks = [taken(x, row) for x in lengths]
-    return RowsOfBlocks(of_block < np.int32(number), own, in_blocks, Places(at, row))
+    return [of_block < np.int32(number), own, *in_blocks, at, row]
 
 
-def _places(*operands: Value, blocks: _Blocks) -> list[Any]:
-    lengths, rest = _parts(operands, blocks)
-    rows = _rows(lengths, blocks)
-    found = [rows.used, rows.number, *rows.lengths, *rows.places]
-    for (starts, row, place, own), (widths, room) in zip(rest, blocks.lines, strict=True):
-        line = Elements(starts, row, [place], [own], None, [np.asarray(widths)], room)
-        found += _elements(rows, blocks.slots, line)
-    return found
-
-
-def _parts(operands: Values, blocks: _Blocks) -> tuple[Values, list[Values]]:
-    """The lengths, and the operands of each line of elements."""
-    count = len(operands) - 4 * len(blocks.lines)
-    lines = range(count, len(operands), 4)
-    return operands[:count], [operands[k : k + 4] for k in lines]
-
-
-def _places_on_cpu(*operands: Value, blocks: _Blocks) -> list[Any]:
-    lengths, rest = _parts(operands, blocks)
-    found = _rows_by_loop(lengths, blocks)
-    _, number, *_, at, row = found
-    for (starts, row_of, _, own), (widths, room) in zip(rest, blocks.lines, strict=True):
-        line = starts, own, row_of.shape[0], widths, room
-        found += _line_by_loop(number, at, row, blocks, *line)
-    return found
-
-
-def _rows_by_loop(lengths: Values, blocks: _Blocks) -> list[Any]:
+def _rows_by_loop(*lengths: Value, blocks: _Blocks) -> list[Any]:
     kind = blocks.classes_of(lengths)
     capacities, slots, count = np.array(blocks.capacity, np.int32), blocks.slots, kind.shape[0]
     wide, lanes = np.int32(slots), np.arange(slots, dtype=np.int32)
@@ -223,21 +176,16 @@ def _rows_by_loop(lengths: Values, blocks: _Blocks) -> list[Any]:
     return [used, number, *(taken_at(x, row, 0) for x in lengths), at, row]
 
 
-def _types(*avals: Aval, blocks: _Blocks) -> list[Any]:
-    lengths, rest = _parts(avals, blocks)
+def _types(*lengths: Aval, blocks: _Blocks) -> list[Any]:
     of = lambda size: lengths[0].update(shape=(size,), dtype=np.dtype(np.int32))
-    used = of(blocks.count).update(dtype=np.dtype(bool))
-    in_blocks = [of(blocks.count * blocks.slots)] * len(lengths)
-    types = [used, of(blocks.count), *in_blocks, of(lengths[0].shape[0]), in_blocks[0]]
-    for (_, row, _, _), (_, room) in zip(rest, blocks.lines, strict=True):
-        types += [of(row.shape[0]), of(blocks.count * room)]
-    return types
+    used, slots = of(blocks.count).update(dtype=np.dtype(bool)), of(blocks.count * blocks.slots)
+    return [used, of(blocks.count), *[slots] * len(lengths), of(lengths[0].shape[0]), slots]
 
 
 def _batched(
     axis: Axis, args: Values, axes: Positions, /, *, blocks: _Blocks
 ) -> tuple[Any, Positions]:
-    return batch_function(axis, functools.partial(_places, blocks=blocks), args, axes)
+    return batch_function(axis, functools.partial(_rows, blocks=blocks), args, axes)
 
 
 def taken(x: Value, at: Value) -> Any:
@@ -247,9 +195,9 @@ def taken(x: Value, at: Value) -> Any:
 places_in_blocks_p = own_primitive(
     "places_in_blocks",
     called="where rows are in blocks",
-    operations=_places,
-    compute=jax.jit(_places, static_argnames="blocks"),
-    on_cpu=_places_on_cpu,
+    operations=_rows,
+    compute=jax.jit(_rows, static_argnames="blocks"),
+    on_cpu=_rows_by_loop,
     types=_types,
     rule=_batched,
     transpose=NoDerivative("where rows are in blocks is transposed, which is not linear."),
@@ -298,60 +246,3 @@ def linear(places: Sequence[Any], room: Sequence[Any]) -> jax.Array:
     for place, size in zip(places[1:], room[1:], strict=True):
         at = at * size + place
     return at
-
-
-def _line_by_loop(
-    number: Value,
-    at_of_row: Value,
-    row: Value,
-    blocks: _Blocks,
-    starts: Value,
-    own: Value,
-    capacity: int,
-    widths: Sequence[int],
-    size: int,
-) -> list[Any]:
-    slots, zero, one = np.int32(blocks.slots), np.int32(0), np.int32(1)
-    window, end = np.int32(WINDOW), np.int32(blocks.count * size)
-    of_class, lanes = np.array(widths, np.int32), np.arange(WINDOW, dtype=np.int32)
-    nowhere = lax.full((WINDOW,), -1, np.int32)
-    wide = lambda x: lax.broadcast(x, (WINDOW,))
-
-    def fill(_: Value, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        """`WINDOW` places of the row in a slot of a block; the next row overwrites those beyond."""
-        block, slot, place, at, there = state
-        left = lax.lt(block, np.int32(blocks.count))
-        here = lax.min(block, np.int32(blocks.count - 1))
-        width, of_slot = (
-            entry_of(of_class, entry_of(number, here)),
-            lax.add(lax.mul(here, slots), slot),
-        )
-        of_row = entry_of(row, of_slot)
-        places = lax.add(wide(place), lanes)
-        elements = lax.add(wide(entry_of(starts, of_row)), places)
-        inside = lax.bitwise_and(
-            lax.lt(places, wide(entry_of(own, of_row))), lax.lt(elements, wide(np.int32(capacity)))
-        )
-        to = lax.add(lax.mul(here, np.int32(size)), lax.add(lax.mul(slot, width), place))
-        there = put_part(there, lax.select(inside, elements, nowhere), lax.select(left, to, end))
-        # Another row may stand in for one that is missing.
-        is_own = lax.bitwise_and(left, lax.eq(entry_of(at_of_row, of_row), of_slot))
-        begin = lax.min(lax.index_in_dim(elements, 0, keepdims=False), np.int32(capacity))
-        inside = lax.bitwise_and(inside, wide(is_own))
-        placed = lax.select(inside, lax.add(wide(to), lanes), part_of(at, begin, 0, WINDOW))
-        at = put_part(at, placed, begin)
-
-        place = lax.add(place, window)
-        ends = lax.ge(place, width)
-        slot, place = lax.select(ends, lax.add(slot, one), slot), lax.select(ends, zero, place)
-        beyond = lax.ge(lax.mul(slot, width), np.int32(size))
-        full = lax.bitwise_or(lax.ge(slot, slots), beyond)
-        block, slot = lax.select(full, lax.add(block, one), block), lax.select(full, zero, slot)
-        return block, slot, place, at, there
-
-    steps = max(min(blocks.slots, -(-size // width)) * -(-width // WINDOW) for width in widths)
-    # A window longer, as a slice that reaches beyond the end would be moved back.
-    filled = [lax.full((length + WINDOW,), -1, np.int32) for length in (capacity, int(end))]
-    state = zero, zero, zero, *filled
-    *_, at, there = repeat(blocks.count * steps, fill, state)
-    return [at[:capacity], there[: int(end)]]
