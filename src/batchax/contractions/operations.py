@@ -463,7 +463,38 @@ def _cut_one(x: Product, d: int, start: int, limit: int) -> Terms | None:
     placed = (*x.starts[:d], first - start, *x.starts[d + 1 :])
     if (first, last) == (begin, end):
         return (replace(x, starts=placed),)
-    return None  # a part of a piece
+    own: tuple[Label, ...] = () if last - first == 1 else (Label(last - first),)
+    dims = (*x.dims[:d], own, *x.dims[d + 1 :])
+    if x.repeats(d):
+        return (replace(x, dims=dims, starts=placed),)
+    if len(x.dims[d]) != 1:
+        return None
+    (label,) = x.dims[d]
+
+    def part(factor: Factor) -> Factor:
+        value, labels, one_hot = factor
+        if label not in labels:
+            return factor
+        place = labels.index(label)
+        left = (*labels[:place], *own, *labels[place + 1 :])
+        if not (one_hot and label is labels[-1]):
+            value = lax.slice_in_dim(value, first - begin, last - begin, axis=place)
+            return Factor(value if own else lax.squeeze(value, [place]), left, one_hot)
+        if not own:
+            return Factor(lax.convert_element_type(value == first - begin, dtype), left)
+        return Factor(_in_range(value - (first - begin), own[0].size), left, True)
+
+    dtype = jnp.result_type(*(f.value for f in x.factors if not f.one_hot))
+    return (replace(x, factors=tuple(map(part, x.factors)), dims=dims, starts=placed),)
+
+
+def _padded(eqn: Eqn, x: Operand, value: Operand) -> Terms | None:
+    """Follows padding with zeros: the gradient of a slice."""
+    lows, highs, apart = zip(*eqn.params["padding_config"], strict=True)
+    if any(apart) or min((*lows, *highs)) < 0 or not value.is_zero:
+        return None
+    moved = lambda t: tuple(a + low for a, low in zip(t.starts, lows, strict=True))
+    return tuple(replace(t, starts=moved(t)) for t in x.products)
 
 
 def _selected(eqn: Eqn, which: Operand, *cases: Operand) -> Terms | None:
@@ -477,7 +508,11 @@ def _selected(eqn: Eqn, which: Operand, *cases: Operand) -> Terms | None:
     both = [_of_numbers(chosen, dtype, *pair) for pair in zip(no, yes, strict=False)]
     if len(no) == len(yes) and None not in both:
         return _all_or_none(both)
-    return None
+    kept: list[tuple[Operand, Terms]] = [
+        (x, tuple(_where(chosen, value, t) for t in x.products))
+        for x, value in zip(cases, (False, True), strict=True)
+    ]
+    return _sum(eqn, *kept)
 
 
 def _of_numbers(chosen: Value, dtype: np.dtype[Any], no: Product, yes: Product) -> Product | None:
@@ -499,6 +534,19 @@ def _of_numbers(chosen: Value, dtype: np.dtype[Any], no: Product, yes: Product) 
     return replace(no, factors=(*arrays[0], number), negative=False)
 
 
+def _where(chosen: Value, value: bool, x: Product) -> Product:
+    """Zeroes a product unless `chosen` is `value`, also if its factors are not finite."""
+
+    def kept(factor: Factor) -> Factor:
+        if factor.one_hot:
+            return factor
+        x = jax.numpy.asarray(factor.value)
+        cases = [x, lax.full_like(x, 0)]
+        return Factor(lax.select_n(chosen, *(cases[::-1] if value else cases)), factor.labels)
+
+    return x if x.is_zero else replace(x, factors=tuple(map(kept, x.factors)))
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "mul": _multiplied,
     "div": _divided,
@@ -509,6 +557,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "select_n": _selected,
     "concatenate": _concatenated,
     "slice": _sliced,
+    "pad": _padded,
     "split": _split,
     "square": lambda eqn, x: x.products if x.is_zero else None,
     "neg": _of_each(_negative),
