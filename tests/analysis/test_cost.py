@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 import batchax as bx
-from batchax.analysis.cost import Cost, cost_of_equation, cost_of_program
+from batchax.analysis.cost import Cost, cost_of_equation, cost_of_program, reading_symbols
 from batchax.analysis.inner import integers_in, programs_in
 from benchmarks.workloads import WORKLOADS
 
@@ -234,3 +234,40 @@ def with_rule(x):
 
 
 with_rule.defvjp(lambda x: (x * 2, x), lambda x, g: (jnp.sin(x) * g,))
+
+
+# --- of rows -----------------------------------------------------------------------------------
+
+
+def test_sizes_of_rows_are_read_as_numbers():
+    """Of a scan along the row, and of a convolution: once each counted one element."""
+    kernel = jnp.ones((3, 6, 6))
+
+    def f(x):
+        y = lax.conv_general_dilated(
+            x[None], kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )[0]
+        return lax.scan(lambda h, e: (jnp.tanh(h + e), h), x[0], y)
+
+    def cost(x):
+        program = jax.make_jaxpr(f)(x)
+        with reading_symbols(lambda dim: 20):
+            return cost_of_program(program.jaxpr)
+
+    (n,) = jax.export.symbolic_shape("n")
+    of_rows, of_arrays = (cost(jax.ShapeDtypeStruct((k, 6), "float32")) for k in (n, 20))
+    assert of_rows.transcendentals == of_arrays.transcendentals == 120
+    assert of_arrays.flops - 20 < of_rows.flops <= of_arrays.flops + 20
+
+
+def test_what_a_loop_carries_alike_for_all_lanes_is_no_lanes_share():
+    """A Kalman filter: variances do not depend on what is observed."""
+
+    def step(state, y):
+        mean, variance = state
+        gain = jnp.tanh(jnp.sin(jnp.cos(variance)))
+        return (mean + gain * (y - mean), 1 - gain), mean
+
+    program = jax.make_jaxpr(lambda ys: lax.scan(step, (0.0, 1.0), ys))(jnp.ones(10))
+    all_of_it, share = (cost_of_program(program.jaxpr, differs=d) for d in (None, [True]))
+    assert (all_of_it.transcendentals, share.transcendentals) == (30, 0)

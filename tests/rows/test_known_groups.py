@@ -90,7 +90,7 @@ def test_groups_of_images_have_a_size_along_each_axis():
 
 def test_outside_of_jit_one_bound_serves_all_rows(free_groups):
     """There the operations of each group would be compiled by themselves."""
-    x, seen = bx.Ragged(jnp.ones(103), [5, 90, 8]), []
+    x, seen = bx.Ragged(jnp.ones(135), [5, 90, 40]), []
 
     @bx.custom_vmap
     def looked_at(x):

@@ -84,6 +84,27 @@ def test_blocks_of_any_type_and_of_nothing_are_read(dtype):
     assert (sums == 0).all()
 
 
+def test_classes_of_scans_follow_from_what_steps_take_for_each_row():
+    """Each block repeats what rows share, so a scan of which that is much has one bound."""
+    w = jnp.ones((32, 32)) / 32
+
+    def recurrent(x):
+        step = lambda h, e: (jnp.tanh(w @ jnp.tanh(w @ h)) + e, None)
+        return lax.scan(step, jnp.zeros(32), x)[0]
+
+    def sharing(x):
+        def step(state, e):
+            h, s = state
+            return (h * s[0] + e, jnp.tanh(w @ s)), None
+
+        return lax.scan(step, (jnp.zeros(32), w), x)[0][0]
+
+    lengths = np.full(256, 20)
+    lengths[7] = 120
+    assert in_classes(recurrent, lengths, int(lengths.sum()))
+    assert not in_classes(sharing, lengths, int(lengths.sum()))
+
+
 def test_classes_are_chosen_where_no_lengths_with_that_sum_would_lose_much():
     room = int(TAIL.sum())
     assert in_classes(attend, TAIL, room)

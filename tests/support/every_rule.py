@@ -23,6 +23,7 @@ from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import follow_p
 from batchax.kernel.impl_programs import impl_program_p
+from batchax.rows.blocks import _Blocks, places_in_blocks_p
 from batchax.rows.index import row_places_p
 from batchax.rows.padded_rules.own_steps import Steps, run_own_steps
 from batchax.rows.places_where import places_where_p
@@ -30,7 +31,6 @@ from batchax.rows.segments import reduced_rows_p
 from batchax.rows.sizes import found_places_p
 from batchax.rules.callbacks import lane_calls_p
 from batchax.rules.calls import in_turn_p
-from batchax.rules.contraction import thin_product_p
 from batchax.rules.in_place import some_active_p
 from batchax.rules.linalg import small_matrices_p
 from batchax.rules.masking import safe_lanes
@@ -38,6 +38,7 @@ from batchax.rules.random import drawn_p
 from batchax.rules.reductions import SHORT, short_reduction_p
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
+from batchax.rules.thin_products import thin_product_p
 from rules.test_collectives import COLLECTIVES
 from rules.test_elementwise import COUNT, NARY, UNARY
 from rules.test_families import PLAIN, START, WINDOW, pool
@@ -477,6 +478,12 @@ def _own():
         "rows.places_where": {
             "places_where": (partial(places_where_p.bind, size=2), several(3, dtype=bool))
         },
+        "rows.blocks": {
+            "places_in_blocks": (
+                partial(places_in_blocks_p.bind, blocks=_Blocks((), (2,), 1)),
+                several(2, dtype=np.int32),
+            ),
+        },
         "rows.index": {
             "row_places": (
                 partial(row_places_p.bind, capacity=4, bound=3),
@@ -509,7 +516,7 @@ def _own():
         "rules.reductions": {
             "short_reduction": (partial(short_reduction_p.bind, of="reduce_sum", over=(0,)), X)
         },
-        "rules.contraction": {
+        "rules.thin_products": {
             "thin_product": (partial(thin_product_p.bind, precision=None), X, several(3, 2))
         },
         "rules.sorting_by_image": {

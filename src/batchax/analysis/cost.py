@@ -116,11 +116,10 @@ def _pairs_of_window(
     window_dilation: int,
 ) -> int:
     """Counts pairs of position and window element that meet an element, in one dimension."""
-    if not all(isinstance(n, int) for n in (size, window, places, padding[0])):
-        return 1
+    size, window, places, before = map(number_of, (size, window, places, padding[0]))
     pairs = 0
     for offset in range(window):
-        first = offset * window_dilation - padding[0]
+        first = offset * window_dilation - before
         if dilation == 1:  # places p with 0 <= first + p * stride < size
             low, high = max(0, -(first // stride)), min(places, -((first - size) // stride))
             pairs += max(0, high - low)
@@ -660,8 +659,10 @@ def _sum(costs: Iterable[Cost]) -> Cost:
     return functools.reduce(operator.add, costs, Cost())
 
 
-def _repeated(cost: Cost, times: int | None, steps: int) -> Cost:
-    return steps * cost + Cost(at_least=True) if times is None else cost * times
+def _repeated(cost: Cost, times: Any, steps: int) -> Cost:
+    if times is None or not (isinstance(times, int) or reads_symbols()):
+        return steps * cost + Cost(at_least=True)
+    return cost * number_of(times)
 
 
 def _max_step(costs: list[Cost]) -> Cost:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.core import Tracer
 from jax.extend.core import Literal
 
@@ -29,9 +30,28 @@ class Inner(Body):
         """Returns which inputs may differ between lanes, from which operands do."""
         if operands is None:
             return None
-        # Carried values and slices are taken to differ.
-        same = [operands[i] for i in self.operands[: self.same]]
-        return [*same, *[True] * (len(self.jaxpr.invars) - len(same))]
+        inputs = len(self.jaxpr.invars)
+        marks = [operands[i] for i in self.operands]
+        if self.times is None or len(marks) != inputs:
+            # Of lanes that may take different numbers of steps, what is carried differs.
+            return [*marks[: self.same], *[True] * (inputs - self.same)]
+        carry = slice(self.same, self.same + self.carried)
+        while True:
+            found = _depends(self.jaxpr, marks)[: self.carried]
+            merged = [a or b for a, b in zip(marks[carry], found, strict=True)]
+            if merged == marks[carry]:
+                return marks
+            marks[carry] = merged
+
+
+def _depends(program: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Returns which results depend on `inputs` that are marked."""
+    own = {v for v, mark in zip(program.invars, inputs, strict=True) if mark}
+    is_own = lambda v: not isinstance(v, Literal) and v in own
+    for eqn in program.eqns:
+        if any(map(is_own, eqn.invars)):
+            own.update(eqn.outvars)
+    return list(map(is_own, program.outvars))
 
 
 def programs_in(eqn: Eqn, integers: Mapping[Any, int] | None = None) -> list[Inner]:
@@ -66,7 +86,8 @@ def devices_of(eqn: Eqn) -> int:
 
 
 def _inner(body: Body, times: object, most: object, integers: Mapping[Any, int]) -> Inner:
-    times, most = (n if isinstance(n, int) else None for n in (times, most))
+    is_size = lambda n: isinstance(n, int) or jax.export.is_symbolic_dim(n)
+    times, most = (n if is_size(n) else None for n in (times, most))
     return Inner(**{**vars(body), "times": times, "most": most, "integers": integers})
 
 

@@ -24,7 +24,7 @@ from jax.extend import core
 from jax.extend.core.primitives import custom_jvp_call_p
 
 from batchax import _compat
-from batchax.analysis.cost import ROWS, Cost, cost_of_equation, reading_symbols
+from batchax.analysis.cost import LAUNCH, ROWS, Cost, cost_of_equation, reading_symbols
 from batchax.frontend.rows import Layout
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import plan
@@ -455,6 +455,13 @@ class Costs:
     room: Mapping[Names, int] = field(default_factory=dict)
     # Whether each row is known to be as long as its bounds: then packed arrays need no gather.
     full: bool = False
+
+    def begun(self, step: RowStep, differs: Sequence[bool]) -> float:
+        """Nanoseconds, roughly, that padded rows take together, however many they are."""
+        own = [not isinstance(i, Constant) and differs[i] for i in step.inputs]
+        with reading_symbols(self.padded.bound):
+            cost, each = (cost_of_equation(step.eqn, differs=marks) for marks in (None, own))
+        return LAUNCH * cost.launches + ROWS.time(cost) - ROWS.time(each)
 
     def of(self, step: RowStep, packed: bool, differs: Sequence[bool]) -> float:
         """Nanoseconds, roughly, for all rows; `differs` says of values whether rows do."""

@@ -435,7 +435,7 @@ class InRegions(Strategy):
         elif self.classes == "auto":
             classes = choose_classes(program, packed, batched, costs)
         elif self.classes is not None:
-            classes = find_classes(program, batched, costs, self.classes)
+            classes = find_classes(program, packed, batched, costs, self.classes)
         if groups is not None:
             return groups.run, "in groups"
         if classes is not None:

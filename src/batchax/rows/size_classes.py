@@ -116,17 +116,22 @@ _LEAST_BLOCKS = 16  # that rows of one length should make
 
 
 def find_classes(
-    program: RowProgram, batched: Sequence[bool], costs: Costs, most: int
+    program: RowProgram,
+    packed: Sequence[bool | None],
+    batched: Sequence[bool],
+    costs: Costs,
+    most: int,
 ) -> SizeClasses:
-    rows = _longest_in_block(program, batched, costs)
+    """At most so many size buckets, and how many rows a block of each holds."""
+    rows = _longest_in_block(_PaddedSteps(program, packed, batched, costs))
     return SizeClasses.of(costs.padded.bounds, costs.packed.bounds, costs.rows, most, rows)
 
 
-def _longest_in_block(program: RowProgram, batched: Sequence[bool], costs: Costs) -> int:
-    differs = differing_values(program, batched)
-    steps = (s for s in program.steps if any(differs[i] for i in s.outputs))
-    work = sum(costs.of(step, packed=False, differs=differs) for step in steps) / costs.rows
+def _longest_in_block(steps: _PaddedSteps) -> int:
+    costs = steps.costs
+    work, begun = (float(each(costs.padded.bounds).sum()) for each in (steps.times, steps.begun))
     worth = _WORTH_ON_CPU if jax.default_backend() == "cpu" else _WORTH
+    worth *= (BLOCK + begun) / BLOCK
     # Of the longest rows a block holds so many. The more, the less it weighs to begin a block; the
     # fewer, the less is computed in vain, as the last block of each class is seldom full.
     rows = 1
@@ -139,36 +144,52 @@ def choose_classes(
     program: RowProgram, packed: Sequence[bool | None], batched: Sequence[bool], costs: Costs
 ) -> SizeClasses | None:
     """The size buckets that padded steps take least time in; None for one bound for all rows."""
-    steps, time_of_each = _padded_steps(program, packed, batched, costs)
+    padded_steps = _PaddedSteps(program, packed, batched, costs)
+    steps = padded_steps.steps
     if not steps:
         return None
-    bounds, rows = costs.padded.bounds, _longest_in_block(program, batched, costs)
-    by_size = _time_by_size(time_of_each, bounds, list(bounds))
-    time = lambda bounds: float(by_size(np.array([[*bounds.values()]]))[0])
+    bounds, rows = costs.padded.bounds, _longest_in_block(padded_steps)
+    by_size = [
+        _time_by_size(each, bounds, list(bounds))
+        for each in (padded_steps.times, padded_steps.begun)
+    ]
+
+    def times(bounds: Mapping[str, int]) -> tuple[float, float]:
+        """Nanoseconds for each row, and for each block."""
+        each, begun = (float(time(np.array([[*bounds.values()]]))[0]) for time in by_size)
+        return each, begun + BLOCK
+
     mean = max(_filled(costs, names) for names in [*zip(costs.alone), *costs.room])
     least_length, greatest = max(0.0, 2 * mean - 1), min(1.0, 2 * mean)  # of the bound
     spread = max(greatest - least_length, 1e-9)
 
-    padded = costs.rows * time(bounds)
+    def run(classes: SizeClasses, shares: Sequence[float], last: float) -> float:
+        """Nanoseconds for blocks, if such shares of all rows are of each class."""
+        of_class = zip(shares, classes.rows, map(times, classes.bounds), strict=True)
+        return sum(
+            (share * costs.rows / held + last) * (begun + held * each)
+            for share, held, (each, begun) in of_class
+        )
+
+    each, begun = times(bounds)
+    padded = costs.rows * each + begun
     best, least = None, padded
     for most in range(2, _MOST_CLASSES + 1):
         classes = SizeClasses.of(bounds, costs.packed.bounds, costs.rows, most, rows)
         if len(classes.rows) < most:
             break
-        times = [time(each) for each in classes.bounds]
         places = classes.blocks * classes.rows[0] * costs.places(bounds)
         moved = ROWS.place * _MOVED * (places + costs.held) + _joined(program, costs)
-        fixed = moved + _compiling(len(times), steps)
-        if classes.blocks * (classes.rows[0] * times[0] + BLOCK) + fixed > _MOST_LOSS * padded:
+        fixed = moved + _compiling(most, steps)
+        # As many rows as fit the longest class; the rest have no elements.
+        longest = min(1.0, 2 * mean)
+        shares = [longest, *[0.0] * (most - 2), 1.0 - longest]
+        if fixed + run(classes, shares, 1.0) > _MOST_LOSS * padded:
             continue
         # Rows longer than the bound of the next class.
         longer = [min(1.0, max(0.0, (greatest - 0.5 ** (k + 1)) / spread)) for k in range(most - 1)]
         shares = [a - b for a, b in zip([*longer, 1.0], [0.0, *longer], strict=True)]
-        # The last block of each class is half full, say.
-        taken = fixed + sum(
-            (share * costs.rows / held + 0.5) * (BLOCK + held * each)
-            for share, held, each in zip(shares, classes.rows, times, strict=True)
-        )
+        taken = fixed + run(classes, shares, 0.5)  # the last block of each class is half full, say
         if taken < _GAIN_OF_A_CLASS * least:
             best, least = classes, taken
     return best
@@ -185,14 +206,20 @@ def choose_groups(
     lengths: Mapping[str, np.ndarray],
 ) -> KnownGroups | None:
     """The groups that padded steps take least time in; None for one bound for all rows."""
-    steps, times = _padded_steps(program, packed, batched, costs)
+    padded_steps = _PaddedSteps(program, packed, batched, costs)
+    steps, bounds = padded_steps.steps, costs.padded.bounds
     if not steps:
         return None
     needed = np.maximum(np.stack(list(lengths.values()), 1), 1)
-    time, fixed = _time_by_size(times, costs.padded.bounds, list(lengths)), _compiling(1, steps)
+    time, begun = (
+        _time_by_size(each, bounds, list(lengths))
+        for each in (padded_steps.times, padded_steps.begun)
+    )
+    fixed = _compiling(1, steps)
     # Into groups, and back.
     moved = 2 * ROWS.place * costs.held + _joined(program, costs)
-    best, least = None, costs.rows * times(costs.padded.bounds).sum()
+    most_time = padded_steps.times(bounds).sum() * costs.rows + padded_steps.begun(bounds).sum()
+    best, least = None, most_time
     groupings = (
         fewer_boxes(needed, _MOST_GROUPS, time)
         if len(lengths) > 1
@@ -201,7 +228,7 @@ def choose_groups(
     for groups in groupings:
         sizes = np.stack([needed[rows].max(0) for rows in groups])
         taken = float(np.dot(time(sizes), list(map(len, groups)))) + (len(groups) - 1) * fixed
-        taken += (len(groups) > 1) * moved
+        taken += float(begun(sizes).sum()) + (len(groups) > 1) * moved
         if taken < least:
             best, least = groups, taken
     return None if best is None else KnownGroups(best, lengths)
@@ -249,18 +276,30 @@ Times = Callable[[Mapping[str, int]], np.ndarray]
 """Nanoseconds for each of some steps of one padded row, by the bounds of its sizes."""
 
 
-def _padded_steps(
-    program: RowProgram, packed: Sequence[bool | None], batched: Sequence[bool], costs: Costs
-) -> tuple[list[RowStep], Times]:
-    steps = [step for step, p in zip(program.steps, packed, strict=True) if p is False]
-    differs = differing_values(program, batched)
+class _PaddedSteps:
+    """The steps that run padded, and what they take."""
 
-    def times(bounds: Mapping[str, int]) -> np.ndarray:
-        each = replace(costs, padded=Sizes(bounds, {}))
-        of_steps = [each.of(step, packed=False, differs=differs) for step in steps]
-        return np.array(of_steps) / costs.rows + 1e-3
+    def __init__(
+        self,
+        program: RowProgram,
+        packed: Sequence[bool | None],
+        batched: Sequence[bool],
+        costs: Costs,
+    ) -> None:
+        self.steps = [step for step, p in zip(program.steps, packed, strict=True) if p is False]
+        self.costs = costs
+        self._differs = differing_values(program, batched)
 
-    return steps, times
+    def times(self, bounds: Mapping[str, int]) -> np.ndarray:
+        """Nanoseconds for each step of one padded row, by the bounds of its sizes."""
+        costs = replace(self.costs, padded=Sizes(bounds, {}))
+        each = [costs.of(step, packed=False, differs=self._differs) for step in self.steps]
+        return np.array(each) / costs.rows + 1e-3
+
+    def begun(self, bounds: Mapping[str, int]) -> np.ndarray:
+        """Nanoseconds for each step of however many padded rows of these bounds."""
+        costs = replace(self.costs, padded=Sizes(bounds, {}))
+        return np.array([costs.begun(step, self._differs) for step in self.steps]) + 1e-3
 
 
 def obstacle(axis: Axis, program: ClosedJaxpr, in_chunks: bool) -> str | None:
