@@ -22,7 +22,6 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import batchax as bx
 from batchax import _compat
 from batchax._compat import one_function
 from batchax.analysis.one_function import fits_lowered_kernel, fits_single_kernel
@@ -289,20 +288,6 @@ def test_calls_as_jax_will_make_them(option):
 
 
 # --- the rest ----------------------------------------------------------------------------------
-
-
-def test_functions_of_jax_that_flatten_rows():
-    """Their names are how `Ragged` knows that JAX would raise without naming an argument."""
-    rows = bx.Ragged(jnp.ones(5), jnp.array([2, 3]), 3)
-    for run in (lambda f: f, jax.jit):
-        with pytest.raises(bx.ArgumentTypeError, match="a Ragged has rows of different"):
-            run(jax.vmap(lambda rows: rows.data))(rows)
-        with pytest.raises(bx.ArgumentTypeError, match="a Ragged has integers"):
-            run(jax.grad(lambda rows: rows.data.sum()))(rows)
-        shared = run(jax.vmap(lambda x, rows: x * rows.data.sum(), (0, None)))(jnp.ones(3), rows)
-        assert shared.tolist() == [5.0] * 3
-        gradient = run(jax.grad(lambda rows: rows.data.sum(), allow_int=True))(rows)
-        assert gradient.data.tolist() == [1.0] * 5
 
 
 def test_what_jax_tells_a_batching_rule():

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any, TypeVar
@@ -146,30 +146,3 @@ def without_hidden_frames(error: E) -> E:
     if mode == "off" or error.__traceback__ is None:
         return error
     return error.with_traceback(filter_traceback(error.__traceback__))
-
-
-# JAX flattens a pytree before it looks at it, and a pytree has no public way to object: `Ragged`
-# does where JAX's own error would name no argument. In JAX 0.10 to 0.12 the frame that flattens
-# belongs to these functions of JAX. Elsewhere JAX's error is raised.
-
-
-def looks_for_integers() -> bool:
-    """Returns whether `jax.grad` flattens its arguments to reject integers among them."""
-    return _of_caller("tree_leaves", "value_and_grad_f").get("allow_int") is False
-
-
-def maps_axis_of(x: object) -> bool:
-    """Returns whether `jax.vmap` flattens its arguments to map `x` along one array axis."""
-    of_caller = _of_caller("tree_flatten", "vmap_f")
-    in_axes, args = of_caller.get("in_axes"), of_caller.get("args", ())
-    each = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-    return any(arg is x and axis is not None for arg, axis in zip(args, each, strict=False))
-
-
-def _of_caller(flattens: str, asks: str) -> Mapping[str, Any]:
-    """Returns the variables of JAX's `asks`, if that flattens a pytree by `flattens`; else none."""
-    frame = sys._getframe(3)  # behind this function, the hook, and the method of the pytree
-    caller = frame.f_back
-    if caller is None or (frame.f_code.co_name, caller.f_code.co_name) != (flattens, asks):
-        return {}
-    return caller.f_locals

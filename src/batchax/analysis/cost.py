@@ -437,14 +437,6 @@ _BYTES: dict[str, Callable[[Any], int]] = {
 }
 
 
-def has_price(primitive: _compat.Primitive) -> bool:
-    """Returns whether the cost of `primitive` is in a table here, or it is elementwise."""
-    name = primitive.name
-    return facts_of(primitive).elementwise or any(
-        name in table for table in (MOVES, TRANSCENDENTAL, _SEVERAL, FLOPS)
-    )
-
-
 def bytes_moved(eqn: Eqn, differs: Sequence[bool] | None = None) -> int:
     """Counts bytes that an operation alone reads and writes, without fusion.
 

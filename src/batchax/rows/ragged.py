@@ -339,18 +339,6 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
         return tuple(zip(keys, leaves, strict=True)), static
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        if _compat.looks_for_integers():
-            raise ArgumentTypeError(
-                "jax.grad: a Ragged has integers in lengths, which have no derivative. "
-                "Differentiate with respect to its elements: "
-                "jax.grad(lambda data: loss(x.with_data(data)))(x.data). Or pass allow_int=True: "
-                "of the result g, x.with_data(g.data) are the rows."
-            )
-        if getattr(self.lengths, "ndim", 0) == 1 and _compat.maps_axis_of(self):
-            raise ArgumentTypeError(
-                "jax.vmap: a Ragged has rows of different lengths, which lie along no array axis. "
-                "Use batchax.vmap."
-            )
         return (self.data, self.lengths), (self.max_length, self.axis, self.shared)
 
     @classmethod
