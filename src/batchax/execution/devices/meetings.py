@@ -53,8 +53,8 @@ class Meetings:
         self.store, self.process, self.count = store, process, count
         self.lock = threading.RLock()
         self._number = 0
-        self._last = ""  # what all came for last  # what all processes came for last
-        self._failed = ""  # what went wrong since  # the error since then
+        self._last = ""  # what all processes came for last
+        self._failed = ""  # the error since then
 
     @contextlib.contextmanager
     def call(
