@@ -21,7 +21,6 @@ from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.impl_programs import impl_program_p
 from batchax.kernel.own_primitive import declared
-from batchax.rows.blocks import Elements, find_blocks
 from batchax.rows.dynamic_sizes import found_switch_p
 from batchax.rows.index import row_places
 from batchax.rows.padded_rules.own_steps import Steps, run_own_steps
@@ -201,13 +200,6 @@ def sorting_with(f, sort):
     return sorted_by_others
 
 
-def count_in_blocks(lengths):
-    starts, sizes, row, places = row_places(lengths, 6, 3)
-    elements = Elements(starts, row, [places - row * 3], [sizes], None, [(3,)], 6)
-    _, (found,) = find_blocks([lengths], (), (2,), 1, [elements])
-    return (found.there >= 0).sum()
-
-
 def with_found_sizes(f):
     """`f` as what follows from a size that is found: of one element at most, or of two."""
 
@@ -266,10 +258,6 @@ AROUND = {
     "places_where": lambda f: (
         lambda x: f(x) * places_where(x < TABLE, 2)[0][0],
         lambda x: f(x) * jnp.argmax(x < TABLE),
-    ),
-    "places_in_blocks": lambda f: (
-        lambda x: f(x) * count_in_blocks((x + TABLE[:2]).astype(np.int32)),
-        lambda x: f(x) * jnp.minimum((x + TABLE[:2]).astype(np.int32), 3).sum(),
     ),
     "row_places": lambda f: (
         lambda x: f(x) * row_places((x + TABLE[:2]).astype(np.int32), 4, 3)[1].sum(),

@@ -23,7 +23,6 @@ from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import follow_p
 from batchax.kernel.impl_programs import impl_program_p
-from batchax.rows.blocks import _Blocks, places_in_blocks_p
 from batchax.rows.index import row_places_p
 from batchax.rows.padded_rules.own_steps import Steps, run_own_steps
 from batchax.rows.places_where import places_where_p
@@ -477,12 +476,6 @@ def _own():
         },
         "rows.places_where": {
             "places_where": (partial(places_where_p.bind, size=2), several(3, dtype=bool))
-        },
-        "rows.blocks": {
-            "places_in_blocks": (
-                partial(places_in_blocks_p.bind, blocks=_Blocks((), (2,), 1)),
-                several(2, dtype=np.int32),
-            ),
         },
         "rows.index": {
             "row_places": (

@@ -1,15 +1,10 @@
-"""Which rows are in which block, where blocks of one class are of the same size.
-
-On a CPU a short loop over rows finds that. Running sums, gathers, and a scatter are many kernels,
-and XLA takes ten milliseconds to compile each.
-"""
+"""Which rows are in which block, where blocks of one class are of the same size."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -17,13 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax import _compat
-from batchax.execution.gathered_lanes import taken_at
-from batchax.execution.slices import entry_of, part_of, put_entry, put_part
-from batchax.jaxprs.types import Aval, Value, Values
-from batchax.kernel.axis import Axis, Positions
-from batchax.kernel.inner import batch_function, repeat
-from batchax.kernel.own_primitive import NoDerivative, own_primitive
+from batchax.jaxprs.types import Value, Values
 from batchax.rows.index import Ints
 
 
@@ -67,54 +56,20 @@ class Elements(NamedTuple):
         return [np.maximum(width, 1).astype(np.int32) for width in self.widths]
 
 
-@dataclass(frozen=True)
-class _Blocks:
-    """Which blocks there are."""
-
-    # For each class but the first, the bound of each size: a row is in the last one that it fits.
-    bounds: tuple[tuple[int, ...], ...]
-    capacity: tuple[int, ...]  # for each class how many of its rows a block holds
-    count: int
-
-    @property
-    def slots(self) -> int:
-        return self.capacity[-1]
-
-    def classes_of(self, lengths: Values) -> Any:
-        fits = [
-            functools.reduce(
-                lax.bitwise_and,
-                (lax.le(n, np.int32(b)) for n, b in zip(lengths, of_class, strict=True)),
-            )
-            for of_class in self.bounds
-        ]
-        kinds = [lax.convert_element_type(x, np.int32) for x in fits]
-        return functools.reduce(lax.add, kinds, lax.full_like(lengths[0], 0, np.int32))
-
-
 def find_blocks(
     lengths: Values,
     bounds: Sequence[Sequence[int]],
     capacity: Sequence[int],
-    count: int,
+    blocks: int,
     elements: Sequence[Elements] = (),
 ) -> tuple[RowsOfBlocks, list[Places]]:
-    """At least one row in `count` blocks, and where its elements are in them.
+    """At least one row in so many blocks, and where its elements are in them.
 
     Rows have these `lengths`; `bounds` are those of each class but the first, and a block holds
     `capacity` rows of each class.
     """
-    blocks = _Blocks(tuple(map(tuple, bounds)), tuple(capacity), count)
-    used, number, *found = places_in_blocks_p.bind(*_compat.varying_alike(lengths), blocks=blocks)
-    *in_blocks, at, row = found
-    rows = RowsOfBlocks(used, number, in_blocks, Places(at, row))
-    return rows, [_elements(rows, blocks.slots, each) for each in elements]
-
-
-def _rows(*lengths: Value, blocks: _Blocks) -> list[Any]:
-    kind = blocks.classes_of(lengths)
-    number, slots, count = len(blocks.capacity), blocks.slots, kind.shape[0]
-    capacities = np.array(blocks.capacity, np.int32)
+    kind, count = _classes(lengths, bounds), lengths[0].shape[0]
+    number, slots, capacities = len(capacity), capacity[-1], np.array(capacity, np.int32)
     is_kind = (kind[:, None] == np.arange(number, dtype=np.int32)[None]).astype(np.int32)
     so_far = jnp.cumsum(is_kind, 0, dtype=np.int32)  # the rows of each class, up to each row
     of_class, rank = so_far[-1], (so_far * is_kind).sum(1, dtype=np.int32) - np.int32(1)
@@ -123,85 +78,33 @@ def _rows(*lengths: Value, blocks: _Blocks) -> list[Any]:
     first, room = ends - filled, taken(capacities, kind)
     block, slot = taken(first, kind) + lax.div(rank, room), lax.rem(rank, room)
 
-    numbers = np.arange(blocks.count, dtype=np.int32)
+    numbers = np.arange(blocks, dtype=np.int32)
     of_block = (numbers[:, None] >= ends[None]).sum(1, dtype=np.int32)
     own = jnp.minimum(of_block, np.int32(number - 1))
     before = (numbers - taken(first, own)) * taken(capacities, own)
     held = jnp.clip(taken(of_class, own) - before, np.int32(0), taken(capacities, own))
     at = block * np.int32(slots) + slot
-    row = jnp.zeros(blocks.count * slots, np.int32).at[at].set(np.arange(count, dtype=np.int32))
+    row = jnp.zeros(blocks * slots, np.int32).at[at].set(np.arange(count, dtype=np.int32))
     row = row.reshape(-1, slots)
     row = jnp.where(np.arange(slots, dtype=np.int32)[None] < held[:, None], row, row[:, :1])
     row = row.reshape(-1)
     in_blocks = [taken(x, row) for x in lengths]
-    return [of_block < np.int32(number), own, *in_blocks, at, row]
+    rows = RowsOfBlocks(of_block < np.int32(number), own, in_blocks, Places(at, row))
+    return rows, [_elements(rows, slots, each) for each in elements]
 
 
-def _rows_by_loop(*lengths: Value, blocks: _Blocks) -> list[Any]:
-    kind = blocks.classes_of(lengths)
-    capacities, slots, count = np.array(blocks.capacity, np.int32), blocks.slots, kind.shape[0]
-    wide, lanes = np.int32(slots), np.arange(slots, dtype=np.int32)
-
-    def place(i: Value, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        """In the block of the row's class that is being filled; the next block, if it is full."""
-        free, following, of_block, at, row = state
-        k = entry_of(kind, i)
-        to = entry_of(following, k)
-        held = lax.rem(to, wide)
-        full = lax.bitwise_or(lax.eq(held, np.int32(0)), lax.eq(held, entry_of(capacities, k)))
-        to = lax.select(full, lax.mul(free, wide), to)
-        block, held = lax.div(to, wide), lax.rem(to, wide)
-        first = lax.sub(to, held)
-        # It stands in for rows that are missing behind it.
-        behind = lax.ge(lanes, lax.broadcast(held, (slots,)))
-        rows = lax.select(behind, lax.broadcast(i, (slots,)), part_of(row, first, 0, slots))
-        return (
-            lax.select(full, lax.add(free, np.int32(1)), free),
-            put_entry(following, lax.add(to, np.int32(1)), k),
-            put_entry(of_block, k, block),
-            put_entry(at, to, i),
-            put_part(row, rows, first),
-        )
-
-    zeros = lambda size: lax.full((size,), 0, np.int32)
-    state = (
-        np.int32(0),
-        zeros(len(capacities)),
-        zeros(blocks.count),
-        kind,
-        zeros(blocks.count * slots),
-    )
-    filled, _, number, at, row = repeat(count, place, state)
-    used = lax.lt(lax.iota(np.int32, blocks.count), lax.broadcast(filled, (blocks.count,)))
-    return [used, number, *(taken_at(x, row, 0) for x in lengths), at, row]
-
-
-def _types(*lengths: Aval, blocks: _Blocks) -> list[Any]:
-    of = lambda size: lengths[0].update(shape=(size,), dtype=np.dtype(np.int32))
-    used, slots = of(blocks.count).update(dtype=np.dtype(bool)), of(blocks.count * blocks.slots)
-    return [used, of(blocks.count), *[slots] * len(lengths), of(lengths[0].shape[0]), slots]
-
-
-def _batched(
-    axis: Axis, args: Values, axes: Positions, /, *, blocks: _Blocks
-) -> tuple[Any, Positions]:
-    return batch_function(axis, functools.partial(_rows, blocks=blocks), args, axes)
+def _classes(lengths: Values, bounds: Sequence[Sequence[int]]) -> Any:
+    """The class of each row: the last one that all of its sizes fit."""
+    kind = lax.full_like(lengths[0], 0, np.int32)
+    for of_class in bounds:
+        each = [lax.le(n, np.int32(b)) for n, b in zip(lengths, of_class, strict=True)]
+        fits = functools.reduce(lax.bitwise_and, each)
+        kind = kind + lax.convert_element_type(fits, np.int32)
+    return kind
 
 
 def taken(x: Value, at: Value) -> Any:
     return jnp.take(x, at, axis=0, mode="clip")
-
-
-places_in_blocks_p = own_primitive(
-    "places_in_blocks",
-    called="where rows are in blocks",
-    operations=_rows,
-    compute=jax.jit(_rows, static_argnames="blocks"),
-    on_cpu=_rows_by_loop,
-    types=_types,
-    rule=_batched,
-    transpose=NoDerivative("where rows are in blocks is transposed, which is not linear."),
-)
 
 
 def _elements(rows: RowsOfBlocks, slots: int, elements: Elements) -> Places:
