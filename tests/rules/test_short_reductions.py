@@ -8,7 +8,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
-from batchax import _compat
 from batchax.rules.reductions import _RESULTS
 
 from support.operations import operations
@@ -120,7 +119,7 @@ def test_where_nothing_is_gained_it_is_the_reduction_of_jax():
     same(bx.vmap(lambda x: x.T @ x)(square), jnp.full_like(square, 3))
 
 
-def test_sines_of_adjacent_elements_are_left_to_a_newer_compiler():
+def test_energies_of_pairs_are_sums_of_terms():
     def energy(x):
         square = jnp.sum((x[:, None] - x) ** 2, -1) + jnp.eye(12)
         return jnp.sum(1 / square**3)
@@ -128,5 +127,3 @@ def test_sines_of_adjacent_elements_are_left_to_a_newer_compiler():
     x = drawn(64, 12, 3)
     assert short(bx.vmap(energy), x) == 1
     assert short(bx.vmap(jax.grad(energy)), x) == 1
-    by_terms = 0 if _compat.fuses_reductions() else 1
-    assert short(bx.vmap(lambda x: jnp.sum(jnp.sin(x) ** 2)), X) == by_terms

@@ -109,8 +109,3 @@ def _anything(number: Value, aval: Aval) -> Value:
 
 def _is_key(x: Value | Aval) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def fuses_reductions() -> bool:
-    """Returns whether XLA's CPU compiler may do several reductions in one pass."""
-    return tuple(map(int, jaxlib.version.__version__.split(".")[:2])) >= (0, 11)

@@ -19,17 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.analysis.one_function import as_terms, is_short
 from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, shift_dims
-from batchax.kernel.interpreter import Place, hide_from_debug_nans
+from batchax.kernel.interpreter import hide_from_debug_nans
 from batchax.kernel.named_axes import bind_varying
-from batchax.kernel.own_primitive import declare, jvp_of, own_primitive
-from batchax.kernel.registry import reducing, reducing_rule, register_looking
+from batchax.kernel.own_primitive import declare, own_primitive
+from batchax.kernel.registry import reducing, reducing_rule, register_rule
 
 _RESULTS = 2048  # of fewer, both ways take as long (the benchmark `vmap`, "distances of points")
 
@@ -81,9 +80,6 @@ def _jvp(
     if isinstance(dx, ad.Zero):
         out = reduce_as_terms(of, x, over)
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    if _compat.fuses_reductions():
-        # What surrounds the derivative is not known here.
-        return _jvp_of_operations(primals, tangents, of=of, over=over)
     out = reduce_as_terms(of, x, over)
     if of == "reduce_sum":
         return out, reduce_as_terms(of, dx, over)
@@ -91,9 +87,6 @@ def _jvp(
     at_best = lax.eq(x, jnp.broadcast_to(jnp.expand_dims(out, over), x.shape)).astype(x.dtype)
     total = lambda x: reduce_as_terms("reduce_sum", x, over)
     return out, lax.div(total(lax.mul(dx, at_best)), total(at_best))
-
-
-_jvp_of_operations = jvp_of(_operations, short_reduction_p)
 
 
 @jax.disable_jit(False)
@@ -145,35 +138,6 @@ def reduce_few_or_many(eqn: Eqn, x: Value, axes: tuple[int, ...]) -> jax.Array:
     return bind_varying(eqn, [x], **{**eqn.params, "axes": axes})[0]
 
 
-def _is_fused(place: Place | None) -> bool:
-    """Whether XLA's library computes sines in the pass of this reduction, of a jaxlib that can."""
-    # From jaxlib 0.11 on the library takes what surrounds a reduction as well. It vectorizes sines
-    # of adjacent elements, which terms do not read: sums of 3 to 8 of their squares take 2x to
-    # 5x the time as terms. Other surroundings were found to be faster with terms.
-    if place is None or not _compat.fuses_reductions():
-        return False
-    run, eqn = place
-    if "made" not in run.found:
-        run.found["made"] = {v: e for e in run.jaxpr.eqns for v in e.outvars}
-    return _of_sines(eqn, run.found["made"])
-
-
-def _of_sines(eqn: Eqn, made: dict[Any, Eqn]) -> bool:
-    seen, left = {id(eqn)}, [eqn]
-    while left and len(seen) <= _FUSED:
-        read = (v for v in left.pop().invars if not isinstance(v, Literal))
-        for before in (made[v] for v in read if v in made):
-            if before.primitive in (lax.sin_p, lax.cos_p):
-                return True
-            if id(before) not in seen:
-                seen.add(id(before))
-                left.append(before)
-    return False
-
-
-_FUSED = 16  # operations before a reduction that are looked at
-
-
 SHORT = frozenset(_REDUCTIONS)
 """The names of primitives that may be short reductions."""
 
@@ -183,12 +147,10 @@ def reducing_few_or_many(primitive: _compat.Primitive) -> None:
     reducing(primitive)
     whole = reducing_rule(primitive)
 
-    @register_looking(primitive)
-    def rule(
-        axis: Axis, args: Values, axes: Positions, /, *, place: Place | None = None, **params: Any
-    ) -> tuple[Any, Any]:
+    @register_rule(primitive)
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
         ((x,), (position,)) = args, axes
         assert position is not None  # a rule is called for what is batched
-        if not pays(x, shift_dims(params["axes"], position)) or _is_fused(place):
+        if not pays(x, shift_dims(params["axes"], position)):
             return whole(axis, args, axes, **params)
         return short_reduction(primitive.name, x, position, params["axes"])
