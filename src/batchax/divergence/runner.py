@@ -33,7 +33,7 @@ from batchax.divergence.costs import (
     reject_collectives,
     why_together,
 )
-from batchax.divergence.flatten import run_flat
+from batchax.divergence.flat import run_flat
 from batchax.divergence.loops import VARIES_LESS, Waiting, bind, divergent_loop
 from batchax.divergence.policy import (
     SHOWN,
