@@ -29,11 +29,11 @@ from batchax.rows.row_rules import call_later
 from batchax.rows.segments import reduced_rows_p
 from batchax.rows.sizes import found_places_p
 from batchax.rules.calls import in_turn
+from batchax.rules.contraction import thin_product_p
 from batchax.rules.in_place import some_active_p
 from batchax.rules.reductions import short_reduction_p
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
-from batchax.rules.thin_products import thin_product_p
 
 from support.high_operations import OLD, cube
 from support.operations import operations

@@ -7,12 +7,12 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.rules.thin_products import _LONG
+from batchax.rules.contraction import _LONG_PRODUCTS
 
 from support.operations import operations
 from support.oracle import same
 
-LANES = _LONG // 2
+LANES = _LONG_PRODUCTS // 2
 DTYPE = jnp.zeros(()).dtype
 ON_CPU = jax.default_backend() == "cpu"
 

@@ -30,6 +30,7 @@ from batchax.rows.segments import reduced_rows_p
 from batchax.rows.sizes import found_places_p
 from batchax.rules.callbacks import lane_calls_p
 from batchax.rules.calls import in_turn_p
+from batchax.rules.contraction import thin_product_p
 from batchax.rules.in_place import some_active_p
 from batchax.rules.linalg import small_matrices_p
 from batchax.rules.masking import safe_lanes
@@ -37,7 +38,6 @@ from batchax.rules.random import drawn_p
 from batchax.rules.reductions import SHORT, short_reduction_p
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
-from batchax.rules.thin_products import thin_product_p
 from rules.test_collectives import COLLECTIVES
 from rules.test_elementwise import COUNT, NARY, UNARY
 from rules.test_families import PLAIN, START, WINDOW, pool
@@ -509,7 +509,7 @@ def _own():
         "rules.reductions": {
             "short_reduction": (partial(short_reduction_p.bind, of="reduce_sum", over=(0,)), X)
         },
-        "rules.thin_products": {
+        "rules.contraction": {
             "thin_product": (partial(thin_product_p.bind, precision=None), X, several(3, 2))
         },
         "rules.sorting_by_image": {

@@ -17,4 +17,3 @@ from batchax._compat.one_function import *
 from batchax._compat.primitives import *
 from batchax._compat.row_sizes import *
 from batchax._compat.staging import *
-from batchax._compat.vmap_of_jax import *

@@ -21,10 +21,10 @@ from batchax.kernel.registry import reduced_dims
 from batchax.rows.padded import Operation, Results, Row, padded_rule
 from batchax.rows.padded_rules.positions import is_static, pad_end, padded
 from batchax.rows.sizes import Dim, Shape, has_symbols, is_symbolic
+from batchax.rules.contraction import is_thin, thin_product
 from batchax.rules.elementwise import UNARY
 from batchax.rules.masking import is_inexact
 from batchax.rules.reductions import reduce_few_or_many
-from batchax.rules.thin_products import is_thin, thin_product
 
 _ZERO_OF_ZERO = frozenset(
     """abs asin asinh atan atanh cbrt ceil conj convert_element_type copy erf expm1 floor imag log1p
