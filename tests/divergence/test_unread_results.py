@@ -198,3 +198,132 @@ def test_loops_inside_carry_what_is_read(inside, divergence):
 def test_chunks_do_not_carry_it_either():
     some = bx.vmap(lambda x: solve(x)[1], batch_size=64, divergence="compact")
     assert not re.search(r"f32\[(\d+,)?7\]", str(jax.make_jaxpr(some)(data())))
+
+
+def passed_on(x, reads=lambda tangents: tangents[1]):
+    """A loop with its own reverse rule, whose carry passes through a function with a rule.
+
+    Equinox and diffrax write loops like that. The rule reads all values; `reads` is its tangent.
+    """
+
+    @jax.custom_vjp
+    def run(x):
+        return solve(x)
+
+    def backward(x, cotangents):
+        return (0.5 * cotangents[1] / jnp.sqrt(x),)
+
+    run.defvjp(lambda x: (run(x), x), backward)
+
+    @jax.custom_jvp
+    def identity(x, carry):
+        return carry
+
+    @functools.partial(identity.defjvp, symbolic_zeros=True)
+    def _(primals, tangents):
+        return primals[1], reads(tangents)
+
+    return identity(x, run(x))
+
+
+def read_of(x):
+    return passed_on(x)[1]
+
+
+@WAYS
+def test_a_rule_reads_what_the_value_does_not(divergence):
+    batched = bx.vmap(read_of, divergence=divergence)
+    some = jax.jit(batched).lower(data()).compile()
+    assert not RECORDS.search(some.as_text())
+    all_read = jax.jit(lambda x: bx.vmap(passed_on, divergence=divergence)(x)[1])
+    np.testing.assert_allclose(all_read(data()), some(data()), rtol=1e-6)
+    own = jax.jit(lambda x: lax.map(read_of, x))(data())
+    np.testing.assert_allclose(some(data()), own, rtol=2e-5)
+    np.testing.assert_allclose(batched(data()), own, rtol=2e-5)
+
+
+@pytest.mark.each_commit(2)
+@WAYS
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_its_derivatives_are_those_of_the_rules(around, divergence):
+    batched = around(bx.vmap(read_of, divergence=divergence))
+    one = lambda x: lax.map(jax.grad(read_of), x)
+    total = lambda x: batched(x).sum()
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(data()), jax.jit(one)(data()), rtol=1e-5)
+    inside = bx.vmap(jax.grad(read_of), divergence=divergence)
+    np.testing.assert_allclose(jax.jit(inside)(data()), jax.jit(one)(data()), rtol=1e-5)
+    chunked = jax.jit(bx.vmap(read_of, divergence=divergence, batch_size=100))
+    np.testing.assert_allclose(chunked(data()), batched(data()), rtol=1e-6)
+
+
+@pytest.mark.each_commit(2)
+@WAYS
+def test_a_rule_that_raises_does_so_still(divergence):
+    def reads(tangents):
+        raise RuntimeError("cannot be differentiated")
+
+    batched = jax.jit(bx.vmap(lambda x: passed_on(x, reads)[1], divergence=divergence))
+    batched(data())
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
+        jax.jvp(batched, (data(),), (data(),))
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
+        jax.grad(lambda x: batched(x).sum())(data())
+
+
+@pytest.mark.each_commit(2)
+@WAYS
+def test_a_rule_may_use_values_that_are_not_read(divergence):
+    def of_one(x):
+        @jax.custom_jvp
+        def pick(carry, scale):
+            return carry[1]
+
+        @pick.defjvp
+        def _(primals, tangents):
+            (k, y, record, _), _ = primals
+            return y, tangents[1] * record.sum() * k
+
+        return pick(solve(lax.stop_gradient(x)), x)
+
+    batched = bx.vmap(of_one, divergence=divergence)
+    both = lambda f: lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),))
+    own = jax.jit(lambda x: lax.map(both(of_one), x))(data())
+    for around in (jax.jit, lambda f: f):
+        for got, expected in zip(jax.jit(both(around(batched)))(data()), own, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-4)
+    reverse = jax.jit(jax.grad(lambda x: jax.jit(batched)(x).sum()))(data())
+    np.testing.assert_allclose(reverse, own[1], rtol=1e-4)
+
+
+@pytest.mark.each_commit(2)
+@WAYS
+def test_rules_in_both_orders_with_jax_vmap(divergence):
+    apart = functools.partial(bx.vmap, divergence=divergence)
+    x = jnp.stack([data(), data()[::-1]])
+    expected = jax.vmap(jax.vmap(read_of))(x)
+    slopes = jax.vmap(jax.vmap(jax.grad(read_of)))(x)
+    for outer, inner in [(jax.vmap, apart), (apart, jax.vmap), (apart, apart)]:
+        got = jax.jit(outer(jax.jit(inner(read_of))))
+        np.testing.assert_allclose(got(x), expected, rtol=2e-5)
+        reverse = jax.jit(jax.grad(lambda x, got=got: got(x).sum()))(x)
+        np.testing.assert_allclose(reverse, slopes, rtol=1e-5)
+
+
+@pytest.mark.each_commit(2)
+@WAYS
+def test_a_value_of_all_lanes_whose_derivative_is_of_one(divergence):
+    """It has a batch axis where the rule needs one, and else none, as without loops."""
+
+    def of_one(x, shared):
+        @jax.custom_jvp
+        def first(carry, other):
+            return other
+
+        first.defjvp(lambda p, t: (p[1], t[0][1]))
+        return solve(x)[1], first(solve(x), shared), 2 * shared, 1.0, x
+
+    batched = bx.vmap(of_one, in_axes=(0, None), out_axes=bx.AUTO, divergence=divergence)
+    got = jax.jit(batched)(data(), 3.0)
+    assert [x.shape for x in got] == [(LANES,), (LANES,), (), (), (LANES,)]
+    _, tangents = jax.jvp(lambda x: jax.jit(batched)(x, 3.0), (data(),), (jnp.ones(LANES),))
+    np.testing.assert_allclose(tangents[1], tangents[0], rtol=1e-6)

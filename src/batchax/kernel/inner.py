@@ -45,9 +45,22 @@ from jax.tree_util import PyTreeDef
 from batchax import _compat
 from batchax.cache import Cache, cached_on
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.bodies import Anywhere, bodies_of, programs_held, programs_inside
+from batchax.jaxprs.bodies import (
+    Anywhere,
+    bodies_of,
+    programs_held,
+    programs_inside,
+    with_inside,
+)
 from batchax.jaxprs.error_format import line_of
-from batchax.jaxprs.evaluate import Inside, plan, rewritten, variables_used
+from batchax.jaxprs.evaluate import (
+    Inside,
+    Rewriter,
+    plan,
+    rewritten,
+    variables_in,
+    variables_used,
+)
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Params, Program, Value, Values, Var
 from batchax.kernel import recording
 from batchax.kernel.axis import (
@@ -60,7 +73,7 @@ from batchax.kernel.axis import (
     names_in,
     sharding_on_mesh,
 )
-from batchax.kernel.impl_programs import with_impl_programs
+from batchax.kernel.impl_programs import impl_program_p, with_impl_programs
 from batchax.kernel.interpreter import checks_nans_here, interpret
 from batchax.kernel.named_axes import (
     Varying,
@@ -68,6 +81,7 @@ from batchax.kernel.named_axes import (
     as_without_mesh,
     types_varying,
     vary_over,
+    varying_of,
     without_mesh,
 )
 from batchax.kernel.own_primitive import held, placeholder, released
@@ -529,7 +543,14 @@ class MappedProgram:
 
     def run(self) -> tuple[list[Any], list[Position]]:
         """Runs it; meanwhile rules find what they close over."""
-        return self.run_as(of_what_is_read(self.staged))
+        jaxpr = of_what_is_read(self.staged)
+        if self.axis.divergence is not None and isinstance(self.staged, ClosedJaxpr):
+            values = *self.staged.consts, *self.args
+            # What is differentiated already is not computed for its values alone.
+            staged = all(_compat.staged_variable(x) for x in values if isinstance(x, Tracer))
+            if staged and not any(varying_of(values)):
+                jaxpr = _rules_apart(jaxpr) or jaxpr
+        return self.run_as(jaxpr)
 
     def run_as(self, jaxpr: Jaxpr) -> tuple[list[Any], list[Position]]:
         """Runs `jaxpr`, of the same operands, instead."""
@@ -645,6 +666,57 @@ def _carrying(results: Sequence[bool], params: Params) -> _compat.Reduced:
 
 
 _compat.register_unread_results(_loop_p, _carrying)
+
+
+@cached_on("programs that are computed without derivative rules")
+def _rules_apart(jaxpr: Jaxpr) -> Jaxpr | None:
+    """Returns `jaxpr` as an equation without derivative rules; None if its loops carry as much.
+
+    A function with such a rule reads all its operands, as its derivative may need them: Equinox and
+    diffrax pass all that a loop carries through one. The derivatives are those of `jaxpr`.
+    """
+    if not (_has_loop.in_program(jaxpr) and _has_rule.in_program(jaxpr)):
+        return None
+    given = [*jaxpr.constvars, *jaxpr.invars]
+    made = [v for v in dict.fromkeys(variables_in(jaxpr.outvars)) if v not in given]
+    whole = _compat.close(jaxpr.replace(constvars=[], invars=given, outvars=made))
+    # Rules must find what they close over, and effects happen once.
+    if whole.effects or _holds_tracers(jaxpr) or any(map(closed_over, jaxpr.eqns)):
+        return None
+    values = _compat.close(of_what_is_read(_without_rules(whole)))
+    if _carried(values.jaxpr) >= _carried(jaxpr):
+        return None
+    params = {"program": values, "of": whole}
+    how = {"primitive": impl_program_p, "params": params, "effects": whole.effects}
+    eqn = jaxpr.eqns[-1].replace(invars=given, outvars=made, **how)
+    return jaxpr.replace(eqns=[eqn])
+
+
+def _carried(jaxpr: Jaxpr) -> int:
+    """Returns how many values the loops in `jaxpr` carry."""
+    eqns = with_inside(jaxpr.eqns, _has_loop.in_equation)
+    return sum(len(eqn.outvars) for eqn in eqns if eqn.primitive is while_p)
+
+
+_has_rule = Anywhere(lambda eqn: eqn.primitive.name in _WITH_RULES)
+_WITH_RULES = "custom_jvp_call", "custom_vjp_call"
+
+
+@cached_on("programs without derivative rules")
+def _without_rules(program: Program) -> Any:
+    """Replaces calls of functions with derivative rules by what they call."""
+    made = Rewriter(_compat.close(rewritten(program, _within, _without_rules)))
+    for eqn in made.read.jaxpr.eqns:
+        if eqn.primitive.name in _WITH_RULES:
+            made.replace(eqn, _without_rules(eqn.params["call_jaxpr"]))
+        else:
+            made.eqns.append(made.own(eqn))
+    return made.program()
+
+
+def _within(eqn: Eqn, inside: Inside) -> Eqn:
+    entered = eqn.primitive in _ENTERED and _has_rule.in_equation(eqn)
+    return eqn.replace(params=inside()) if entered else eqn
 
 
 _running: ContextVar[MappedProgram | None] = ContextVar("batchax_running", default=None)
