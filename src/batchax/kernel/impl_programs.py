@@ -6,8 +6,8 @@ slowest one in loops of the `impl`, and a loop around it could not be a single k
 equation becomes one of `impl_program`, which computes the `impl`, and whose derivatives and
 transpose are those of the primitive.
 
-A function of one example whose loops carry less without derivative rules becomes one, too: the rules
-stay in what is differentiated (`MappedProgram.run`).
+A function of one example whose loops carry less without derivative rules becomes one, too: the
+rules stay in what is differentiated (`MappedProgram.run`).
 """
 
 from __future__ import annotations
