@@ -23,7 +23,7 @@ SUBNORMAL = [1e-45, -1e-45, 6e-8, -6e-8, 5e-324]
 def few_rows(monkeypatch):
     """So few elements are sorted so, three rows of seven at a time."""
     monkeypatch.setattr(sorting_network, "_LEAST", 0)
-    monkeypatch.setattr(sorting_network, "_COMPILING", 0.0)
+    monkeypatch.setattr(sorting_network, "_COMPILING", (0.0, 0.0))
     monkeypatch.setattr(sorting_network, "_BLOCK", 21)
     monkeypatch.setattr(sorting_network, "may_be_spread", lambda values: False)
 
@@ -119,9 +119,14 @@ def test_where_it_takes_less_time(monkeypatch):
     assert not compared(8192, 16, around=on_each)
     assert compared(4096, 16)  # on any of several devices
     monkeypatch.setattr(sorting_network, "may_be_spread", lambda values: False)
-    assert not compared(2600, 16)
+    assert not compared(4097, 16)
     assert compared(256, 16)
-    assert compared(2048, 16)  # compiling takes longer than a hundred calls gain
+    assert compared(2600, 16)  # compiling takes longer than a hundred calls gain
+    assert not compared(2600, 16, np.int32)  # of integers it takes half as long
+    lowered = jax.jit(bx.vmap(jax.grad(lambda a: jnp.linalg.solve(a, a[0]).sum()))).lower
+    sorts = "stablehlo.sort"  # of the permutation, by which the gradient of solve is ordered
+    assert sorts not in lowered(jnp.ones((10_000, 4, 4))).as_text()
+    assert sorts in lowered(jnp.ones((5_000, 4, 4))).as_text()
     assert compared(1024, 512)
     assert compared(2600, 16, np.complex64)
 

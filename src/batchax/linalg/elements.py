@@ -123,8 +123,13 @@ def scaled(x: Value, by: Value) -> jax.Array:
 
 def largest(planes: Values) -> jax.Array:
     """Returns the largest of the sizes of all parts, for each lane, NaN where there is one."""
-    sizes = functools.reduce(jnp.maximum, map(jnp.abs, planes))
-    return fold(jnp.maximum, sizes.reshape(-1, sizes.shape[-1]))
+    # Sizes are taken row by row: those of all would be a second array, transposed once more where
+    # lanes come first.
+    planes = [x.reshape(-1, x.shape[-1]) for x in planes]
+    more = lambda i, so_far: jnp.maximum(
+        so_far, functools.reduce(jnp.maximum, [jnp.abs(row(x, i)) for x in planes])
+    )
+    return repeat(0, len(planes[0]), more, jnp.zeros_like(planes[0][0]))
 
 
 def power_of_two(size: Value) -> jax.Array:

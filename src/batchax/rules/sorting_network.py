@@ -45,14 +45,16 @@ def pays(operands: Sequence[Any], dimension: int, num_keys: int, in_loop: int) -
     ordered = all(jnp.issubdtype(x.dtype, jnp.integer) or _is_real(x) for x in operands[:num_keys])
     plain = all(not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in operands)
     total = math.prod(shape)
-    fits = 1 < size <= _MOST and total >= _LEAST and pays_back(_GAIN, _COMPILING, total, in_loop)
-    return ordered and plain and fits and not may_be_spread(operands)
+    if not (1 < size <= _MOST and total >= _LEAST and ordered and plain):
+        return False
+    gain = 0.035 + 0.008 * math.log2(size)  # microseconds for each element, of rows of 3 to 64
+    seconds = _COMPILING[any(jnp.issubdtype(x.dtype, jnp.floating) for x in operands[:num_keys])]
+    return pays_back(gain, seconds, total, in_loop) and not may_be_spread(operands)
 
 
 _MOST = 256
 _LEAST = 2**14  # elements: of fewer, in a loop, vectors are short
-_GAIN = 0.1  # microseconds for each element
-_COMPILING = 0.4  # seconds longer
+_COMPILING = (0.17, 0.4)  # seconds longer; of floats both ways are compiled
 _BLOCK = 2**12  # elements
 
 
@@ -91,9 +93,14 @@ def _by_network(*operands: Value, dimension: int, num_keys: int) -> list[Any]:
     # Only keys pass through the network. Its result is a permutation, by which operands are
     # gathered.
     given = [lax.reshape(lax.transpose(x, order), (rows, size)) for x in operands]
-    places = _in_blocks(_order, given[:num_keys], max(1, _BLOCK // size))
+    places = _in_blocks(_order, list(map(_wide, given[:num_keys])), max(1, _BLOCK // size))
     back = list(np.argsort(order))
     return [lax.transpose(lax.reshape(_looked_up(x, places), moved), back) for x in given]
+
+
+def _wide(x: Value) -> jax.Array:
+    small = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    return lax.convert_element_type(x, np.float32) if small else x  # a kernel holds no small floats
 
 
 def _looked_up(x: Value, places: Value) -> jax.Array:
@@ -106,14 +113,18 @@ def _in_blocks(run: Callable[..., Any], xs: Values, most: int) -> jax.Array:
     if rows <= most:
         return run(xs)
 
-    def step(k: Value, out: Value) -> jax.Array:
+    def step(xs: Values, k: Value, out: Value) -> jax.Array:
         # The last block is moved back to fit, so some rows are computed twice.
         start = lax.min(k * most, lax.full_like(k, rows - most))
         some = run([lax.dynamic_slice_in_dim(x, start, most) for x in xs])
         return lax.dynamic_update_slice_in_dim(out, some, start, 0)
 
-    (nothing,) = _compat.varying_alike([jnp.zeros((rows, size), jnp.uint32)], xs)
-    return lax.fori_loop(0, -(-rows // most), step, nothing)
+    def every(*xs: Value) -> list[Any]:
+        (nothing,) = _compat.varying_alike([jnp.zeros((rows, size), jnp.uint32)], xs)
+        return [lax.fori_loop(0, -(-rows // most), functools.partial(step, xs), nothing)]
+
+    # Compiling a sort of integers takes 0.2 seconds so, and 0.33 as separate operations.
+    return _compat.single_kernel(every, [jax.ShapeDtypeStruct((rows, size), np.uint32)], xs)[0]
 
 
 def _order(keys: Values) -> jax.Array:
