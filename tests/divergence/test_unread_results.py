@@ -327,3 +327,25 @@ def test_a_value_of_all_lanes_whose_derivative_is_of_one(divergence):
     assert [x.shape for x in got] == [(LANES,), (LANES,), (), (), (LANES,)]
     _, tangents = jax.jvp(lambda x: jax.jit(batched)(x, 3.0), (data(),), (jnp.ones(LANES),))
     np.testing.assert_allclose(tangents[1], tangents[0], rtol=1e-6)
+
+
+@pytest.mark.each_commit(1)
+@pytest.mark.parametrize("lanes", [200])
+def test_forward_mode_where_the_last_lanes_run_alone(lanes):
+    """XLA ended the process: nothing read the tangent of an operand of the single kernel."""
+    diffrax = pytest.importorskip("diffrax")
+
+    def decay(rate):
+        return diffrax.diffeqsolve(
+            diffrax.ODETerm(lambda t, y, rate: -rate * y),
+            *(diffrax.Tsit5(), 0.0, 2.0, 0.1, jnp.float32(1)),
+            args=rate,
+            stepsize_controller=diffrax.PIDController(rtol=1e-4, atol=1e-4),
+            adjoint=diffrax.ForwardMode(),
+        ).ys[0]
+
+    rates = jnp.asarray(np.geomspace(0.3, 5, lanes), np.float32)
+    slope = lambda f: lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),))[1]
+    got = jax.jit(slope(bx.vmap(decay)))(rates)
+    own = jax.jit(lambda x: lax.map(slope(decay), x))(rates)
+    np.testing.assert_allclose(got, own, rtol=1e-3, atol=1e-5)

@@ -169,7 +169,7 @@ class DivergentLoop:
 
         A compiler that makes one function of a program is not told to by what derives from it.
         """
-        if self.in_kernel:
+        if self.in_kernel or isinstance(self.plan, FewAlone):
             return self.masked(*operands)
         run = functools.partial(eval_jaxpr, program.jaxpr, program.consts)
         alike = self.axis.divergence.explicit or isinstance(self.plan, Masked)
