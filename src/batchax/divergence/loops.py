@@ -29,6 +29,7 @@ from batchax.divergence.policy import (
     LoopDecision,
     Masked,
     NestDecision,
+    Probed,
     Tiles,
     Window,
 )
@@ -172,7 +173,7 @@ class DivergentLoop:
         if self.in_kernel or isinstance(self.plan, FewAlone):
             return self.masked(*operands)
         run = functools.partial(eval_jaxpr, program.jaxpr, program.consts)
-        alike = self.axis.divergence.explicit or isinstance(self.plan, Masked)
+        alike = self.is_asked or isinstance(self.plan, Masked)
         return run(*operands) if alike else as_decided(run, self.masked, operands)
 
     def carrying(self, results: Sequence[bool]) -> tuple[DivergentLoop, list[bool], list[bool]]:
@@ -307,6 +308,11 @@ class DivergentLoop:
         positions = [*self.positions[: self.n_test], *[0] * len(carry)]
         test = lower_for_kernel(self.test) if self.in_kernel else self.test
         return predicate(axis, test, [*consts[: self.n_test], *carry], positions)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether lanes run as the user asks, on any platform, and not as was measured on one."""
+        return self.axis.divergence.explicit and not isinstance(self.plan, Alone | Probed)
 
     @property
     def in_kernel(self) -> bool:
@@ -454,7 +460,7 @@ def _elsewhere(*, loop: DivergentLoop, program: ClosedJaxpr) -> Callable[..., li
 
     ``jax.export`` lowers a program for platforms of which the machine that traces has none.
     """
-    return None if loop.axis.divergence.explicit else loop.masked
+    return None if loop.is_asked else loop.masked
 
 
 def _batched(
@@ -463,7 +469,7 @@ def _batched(
     merged = _merged(axis, loop, args, axes)
     if merged is None:
         # In a window lanes of the outer axis would wait, and a kernel is made of its lanes alone.
-        if not loop.axis.divergence.explicit:
+        if not loop.is_asked:
             types = tuple(program.in_avals)
             key = (*loop.but_for_body, types, "batched", axis.name, axis.size)
 

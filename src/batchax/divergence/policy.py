@@ -46,6 +46,7 @@ from batchax.divergence.costs import (
     power_of_two,
     price_of_moving,
     time_to_move,
+    why_together,
 )
 from batchax.divergence.nest import Nest, price_inside
 from batchax.jaxprs.types import ClosedJaxpr
@@ -175,6 +176,7 @@ class Request:
     nesting: int = 0  # inside how many loops or branches that lanes diverge in it is
     max_width: int | None = None  # how many lanes may run at a time; None: any number
     recompiled: bool = False  # whether it is inside a branch that is compiled twice
+    default: Thresholds | None = None  # with "compact", the row that decides by default
 
     @property
     def counts(self) -> bool:
@@ -238,6 +240,12 @@ ControlFlow = Loop | NestedLoop | BoundedTail | BranchCost
 
 def decide(control_flow: ControlFlow, thresholds: Thresholds, request: Request) -> Decision:
     """How the lanes of a loop, a nested loop, or a branch run."""
+    if request.default and not request.nesting and isinstance(control_flow, Loop | NestedLoop):
+        loop = control_flow if isinstance(control_flow, Loop) else control_flow.whole
+        chosen = decide(control_flow, request.default, replace(request, default=None))
+        # By the model windows compute no faster than this.
+        if isinstance(chosen, Alone | Probed) and not why_together(loop.jaxprs):
+            return chosen
     match control_flow:
         case Loop():
             return _loop(control_flow, thresholds, request)

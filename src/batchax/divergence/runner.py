@@ -36,6 +36,7 @@ from batchax.divergence.costs import (
 from batchax.divergence.flat import run_flat
 from batchax.divergence.loops import VARIES_LESS, Waiting, bind, divergent_loop
 from batchax.divergence.policy import (
+    NOTHING_ASKED,
     SHOWN,
     BoundedTail,
     ControlFlow,
@@ -71,7 +72,8 @@ class Runner(Request):
         """That of an option, for the default device; None: the default."""
         if option is None:
             return cls(thresholds=thresholds_here())
-        return cls(option, thresholds=TABLE["compact"])
+        default = thresholds_here() if option == NOTHING_ASKED else None
+        return cls(option, thresholds=TABLE["compact"], default=default)
 
     @property
     def explicit(self) -> bool:
@@ -259,11 +261,11 @@ def runner_of(option: Any, values: Values, spread: bool = False) -> Runner | Non
             return None
         option = Compact() if option == "compact" else None
     runner = option if isinstance(option, Runner) else Runner.here(option)
-    thresholds = runner.thresholds
-    if spread or thresholds is None or thresholds.explicit:
+    thresholds = runner.default or runner.thresholds
+    if spread or thresholds is None or not may_be_spread(values, thresholds.max_devices):
         return runner
     # Where lanes may be spread over devices, to move one would be to send it.
-    return None if may_be_spread(values, thresholds.max_devices) else runner
+    return replace(runner, default=None) if runner.explicit else None
 
 
 def check_divergence(option: object) -> None:
