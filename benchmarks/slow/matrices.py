@@ -242,7 +242,7 @@ WORKLOADS = [
         tridiagonal_by_hand,
         _bands(16),
         _LANES,
-        0.6,
+        1.05,  # loops in place of the library's took 0.53 of it, and 6.5 times as long to compile
     ),
     Slow(
         "eigvalsh, 6 x 6",

@@ -106,7 +106,7 @@ WORKLOADS = [
         convolve,
         own_kernels_by_hand,
         lambda n: (normal(n, 16, 8, 3, 3), normal(n, 8, 16, 16, seed=1)),
-        lanes=64,
+        lanes=512,
         goal=0.8,
     ),
     Slow(
@@ -115,7 +115,7 @@ WORKLOADS = [
         kernel_gradient,
         kernel_gradients_by_hand,
         lambda n: (normal(16, 8, 3, 3), normal(n, 8, 16, 16, seed=1)),
-        lanes=64,
+        lanes=512,
         goal=0.65,
         in_axes=(None, 0),
     ),

@@ -363,7 +363,7 @@ class _Part:
                 lanes = replace(axis, size=width)
                 return lambda _, active, *xs: _masked(lanes, program, positions, active, xs, surely)
 
-            specs = (ActiveMask(), *map(_spec, positions))
+            specs = (ActiveMask(), *(WHOLE if at is None else Gathered(at) for at in positions))
             results = (Gathered(0),) * len(program.out_avals)
             every = ChunkBody(functools.partial(of_all, True, axis))
             how: dict[str, Any] = {"serial": serial}
@@ -427,10 +427,6 @@ def _chunk(work: Nanoseconds) -> int:
 
 def _differs(position: Position) -> bool:
     return position is not None
-
-
-def _spec(position: Position) -> Any:
-    return WHOLE if position is None else Gathered(position)
 
 
 def _typed(x: Value, aval: Aval) -> Value:

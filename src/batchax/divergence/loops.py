@@ -456,10 +456,7 @@ def _function(program: ClosedJaxpr) -> Callable[..., list[Value]]:
 
 
 def _elsewhere(*, loop: DivergentLoop, program: ClosedJaxpr) -> Callable[..., list[Any]] | None:
-    """What runs on a platform that was not decided for: masked lanes, unless the user asked.
-
-    ``jax.export`` lowers a program for platforms of which the machine that traces has none.
-    """
+    """What runs where another platform is exported for: masked lanes, unless the user asked."""
     return None if loop.is_asked else loop.masked
 
 

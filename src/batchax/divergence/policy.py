@@ -557,7 +557,8 @@ def _why_not(cost: BranchCost, t: Thresholds, however_short: bool = False) -> st
     if cost.begun < t.min_unfused_share * cost.work:
         return "what selects results is one loop with most of it, for no lane but its own"
     short = cost.every < t.min_branch_work and not however_short
-    return _too_short(cost.every, t.min_branch_work) if short else ""
+    limit = f"limit {microseconds(t.min_branch_work)}"
+    return f"{microseconds(cost.every)} for all lanes, {limit}" if short else ""
 
 
 def _few(cost: BranchCost, t: Thresholds) -> int:
@@ -574,10 +575,6 @@ def _why_masked(cost: BranchCost, t: Thresholds, recompiled: bool) -> str:
         return why or "it is in a branch that is compiled twice"
     compiled = microseconds(Nanoseconds(t.min_gain_per_operation * (cost.operations + _TO_MOVE)))
     return f"it gains {microseconds(cost.gain)} in 100 calls, and compiles {compiled} longer"
-
-
-def _too_short(every: Nanoseconds, limit: Nanoseconds) -> str:
-    return f"{microseconds(every)} for all lanes, limit {microseconds(limit)}"
 
 
 CHEAP = "a step costs too little, or lanes are too few, for a window"

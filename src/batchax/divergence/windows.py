@@ -172,12 +172,11 @@ class Together:
         waits = lax.bitwise_or(many, lax.bitwise_and(some, self._bears(count, taken)))
         counts = lax.ge(taken, count_after)
         goes_on = lax.bitwise_and(some, lax.bitwise_or(lax.bitwise_not(counts), waits))
-        pause = lax.select(lax.bitwise_and(counts, last), self._pause(taken), np.int32(0))
+        pause = np.int32(self.pause)
+        if self.pause > 1:
+            pause = lax.max(pause, lax.div(taken, np.int32(_MORE)))
+        pause = lax.select(lax.bitwise_and(counts, last), pause, np.int32(0))
         return taken, lax.add(count_after, pause), some, goes_on
-
-    def _pause(self, taken: Value) -> Value:
-        least = np.int32(self.pause)
-        return least if least == 1 else lax.max(least, lax.div(taken, np.int32(_MORE)))
 
     def _bears(self, count: Value, taken: Value) -> Value:
         """Whether what was lost by waiting costs less than to move those that are left.
