@@ -503,7 +503,6 @@ class Cost:
     # counts one.
     launches: int = 0
     contracted: int = 0  # those of the flops that contractions do
-    summed: int = 0  # numbers added up to one, which one lane by itself does one after another
     # What one lane by itself leaves empty of the vector registers that its operations on few
     # numbers fill: of flops, and of the transcendentals
     idle: int = 0
@@ -628,13 +627,11 @@ def _of_operation(eqn: Eqn, differs: Sequence[bool] | None) -> Cost:
         calls=calls_of(eqn),
         launches=int(not (name in PART_OF_OTHERS or is_fused(eqn.primitive))),
         contracted=round(flops) if name == "dot_general" else 0,
-        summed=_summed(eqn),
         idle=round(flops * empty),
         idle_transcendentals=0 if name in _SCALAR_FUNCTIONS else round(transcendentals * empty),
     )
 
 
-_REDUCTIONS = frozenset(_names("argmax argmin reduce_max reduce_min reduce_prod reduce_sum"))
 _REGISTER = 8  # numbers that a vector register holds
 _DRAWS = {n for n, count in FLOPS.items() if count is _random_bits} | {"random_fold_in"}
 
@@ -648,13 +645,6 @@ def _empty(eqn: Eqn) -> float:
         # A loop of few numbers is unrolled, and not vectorized. Programs: tree search (mctx).
         return _REGISTER - 1 if numbers < 2 * _REGISTER else 0.0
     return max(0.0, _REGISTER / numbers - 1) if facts_of(eqn.primitive).elementwise else 0.0
-
-
-def _summed(eqn: Eqn) -> int:
-    """Counts the numbers that reductions, and products with one result, add up."""
-    if eqn.primitive.name == "dot_general":
-        return terms_of_contraction(eqn) if size_of(eqn.outvars[0].aval) == 1 else 0
-    return round(_reduction(1)(eqn)[0]) if eqn.primitive.name in _REDUCTIONS else 0
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:
@@ -695,7 +685,6 @@ class Weights:
     place: float = 4.0
     call: float = 100.0  # of a library, the shortest one
     contracted: float = 0.0  # flop of a contraction, besides what `flop` counts
-    summed: float = 0.0
     idle: float = 0.0
     idle_transcendental: float = 0.0
 
@@ -703,10 +692,7 @@ class Weights:
         computed = self.flop * (cost.flops - cost.serial) + self.serial * cost.serial
         moved = self.byte * (cost.bytes - cost.fused) + self.fused * cost.fused
         other = (
-            self.place * cost.places
-            + self.call * cost.calls
-            + self.contracted * cost.contracted
-            + self.summed * cost.summed
+            self.place * cost.places + self.call * cost.calls + self.contracted * cost.contracted
         )
         other += self.idle * cost.idle + self.idle_transcendental * cost.idle_transcendentals
         return Nanoseconds(self.transcendental * cost.transcendentals + computed + moved + other)
@@ -729,11 +715,10 @@ MASKED = Weights(transcendental=2.5, fused=0.0, flop=0.02, place=2.5)
 These and `ALONE` are fitted to the loops of the search and of `programs`, each run both ways with
 equal counts: for most the ratio of the two is within 1.5x of what was measured."""
 
-ALONE = replace(MASKED, contracted=0.1, summed=0.85, idle=0.04, idle_transcendental=1.7, place=5.0)
+ALONE = replace(MASKED, contracted=0.1, idle=0.04, idle_transcendental=1.7, place=5.0)
 """The same step of one lane by itself, in a loop that is one function. What it does with many
-numbers takes as long. On few it leaves most of a vector register empty, products are not those of
-a library, and each number of a sum waits for the one before it: for so long, in sums, norms and
-maxima of 16 to 128 numbers. `programs`: conjugate gradients of grids."""
+numbers takes as long. On few it leaves most of a vector register empty, and products are not those
+of a library."""
 
 FINDINGS = Weights(transcendental=0.03, byte=0.1, fused=0.1, flop=0.03)
 """Weights of findings, most expensive first, by the operations and bytes that a listing
