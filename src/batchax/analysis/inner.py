@@ -32,8 +32,9 @@ class Inner(Body):
             return None
         inputs = len(self.jaxpr.invars)
         marks = [operands[i] for i in self.operands]
-        if self.times is None or len(marks) != inputs:
-            # Of lanes that may take different numbers of steps, what is carried differs.
+        if self.times is None or self.role == "condition" or len(marks) != inputs:
+            # Of lanes that may take different numbers of steps, what is carried differs; a
+            # condition does not return what is carried.
             return [*marks[: self.same], *[True] * (inputs - self.same)]
         carry = slice(self.same, self.same + self.carried)
         while True:

@@ -488,6 +488,15 @@ def _cut_one(x: Product, d: int, start: int, limit: int) -> Terms | None:
     return (replace(x, factors=tuple(map(part, x.factors)), dims=dims, starts=placed),)
 
 
+def _padded(eqn: Eqn, x: Operand, value: Operand) -> Terms | None:
+    """Follows padding with zeros: the gradient of a slice."""
+    lows, highs, apart = zip(*eqn.params["padding_config"], strict=True)
+    if any(apart) or min((*lows, *highs)) < 0 or not value.is_zero:
+        return None
+    moved = lambda t: tuple(a + low for a, low in zip(t.starts, lows, strict=True))
+    return tuple(replace(t, starts=moved(t)) for t in x.products)
+
+
 def _selected(eqn: Eqn, which: Operand, *cases: Operand) -> Terms | None:
     """Selects between two operands by one boolean for all elements."""
     (by,) = which.products if len(which.products) == 1 else (None,)
@@ -548,6 +557,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "select_n": _selected,
     "concatenate": _concatenated,
     "slice": _sliced,
+    "pad": _padded,
     "split": _split,
     "square": lambda eqn, x: x.products if x.is_zero else None,
     "neg": _of_each(_negative),
