@@ -256,7 +256,7 @@ def test_arrays_updated_in_place_are_not_copied():
 
 
 def test_lanes_run_sequentially_where_the_default_does_so(monkeypatch):
-    """A step of many small operations: windows took up to seven times as long as the default."""
+    """A step of many small operations: windows took up to 7x the time of the default."""
     row = TABLE["cpu-small"]._replace(max_devices=100)
     monkeypatch.setattr(runner, "thresholds_here", lambda: row)
 

@@ -8,6 +8,7 @@ thresholds that were read. So a changed threshold shows as changed lines.
 import contextlib
 import functools
 import sys
+from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from unittest import mock
@@ -99,6 +100,8 @@ def _noted(kind):
 
     def decide(control_flow, thresholds, asked):
         read = set()
+        if asked.default:
+            asked = replace(asked, default=_Read(asked.default, read))
         decision = policy.decide(control_flow, _Read(thresholds, read), asked)
         named = ", ".join(f for f in thresholds._fields if f in read)
         notes.append(f"{_shown(control_flow)} -> {_decision(decision)} [{named}]")

@@ -674,6 +674,7 @@ def _rules_apart(jaxpr: Jaxpr) -> Jaxpr | None:
 
     A function with such a rule reads all its operands, as its derivative may need them: Equinox and
     diffrax pass all that a loop carries through one. The derivatives are those of `jaxpr`.
+    `programs`: Lotka-Volterra, decay to a level.
     """
     if not (_has_loop.in_program(jaxpr) and _has_rule.in_program(jaxpr)):
         return None

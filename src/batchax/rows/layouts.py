@@ -456,8 +456,8 @@ class Costs:
     # Whether each row is known to be as long as its bounds: then packed arrays need no gather.
     full: bool = False
 
-    def begun(self, step: RowStep, differs: Sequence[bool]) -> float:
-        """Nanoseconds, roughly, that padded rows take together, however many they are."""
+    def of_block(self, step: RowStep, differs: Sequence[bool]) -> float:
+        """Nanoseconds, roughly, that padded rows take besides, however many run together."""
         own = [not isinstance(i, Constant) and differs[i] for i in step.inputs]
         with reading_symbols(self.padded.bound):
             cost, each = (cost_of_equation(step.eqn, differs=marks) for marks in (None, own))

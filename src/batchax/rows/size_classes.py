@@ -129,9 +129,11 @@ def find_classes(
 
 def _longest_in_block(steps: _PaddedSteps) -> int:
     costs = steps.costs
-    work, begun = (float(each(costs.padded.bounds).sum()) for each in (steps.times, steps.begun))
+    work, shared = (
+        float(each(costs.padded.bounds).sum()) for each in (steps.times, steps.of_block)
+    )
     worth = _WORTH_ON_CPU if jax.default_backend() == "cpu" else _WORTH
-    worth *= (BLOCK + begun) / BLOCK
+    worth *= (BLOCK + shared) / BLOCK
     # Of the longest rows a block holds so many. The more, the less it weighs to begin a block; the
     # fewer, the less is computed in vain, as the last block of each class is seldom full.
     rows = 1
@@ -151,13 +153,13 @@ def choose_classes(
     bounds, rows = costs.padded.bounds, _longest_in_block(padded_steps)
     by_size = [
         _time_by_size(each, bounds, list(bounds))
-        for each in (padded_steps.times, padded_steps.begun)
+        for each in (padded_steps.times, padded_steps.of_block)
     ]
 
     def times(bounds: Mapping[str, int]) -> tuple[float, float]:
         """Nanoseconds for each row, and for each block."""
-        each, begun = (float(time(np.array([[*bounds.values()]]))[0]) for time in by_size)
-        return each, begun + BLOCK
+        each, shared = (float(time(np.array([[*bounds.values()]]))[0]) for time in by_size)
+        return each, shared + BLOCK
 
     mean = max(_filled(costs, names) for names in [*zip(costs.alone), *costs.room])
     least_length, greatest = max(0.0, 2 * mean - 1), min(1.0, 2 * mean)  # of the bound
@@ -167,12 +169,12 @@ def choose_classes(
         """Nanoseconds for blocks, if such shares of all rows are of each class."""
         of_class = zip(shares, classes.rows, map(times, classes.bounds), strict=True)
         return sum(
-            (share * costs.rows / held + last) * (begun + held * each)
-            for share, held, (each, begun) in of_class
+            (share * costs.rows / held + last) * (shared + held * each)
+            for share, held, (each, shared) in of_class
         )
 
-    each, begun = times(bounds)
-    padded = costs.rows * each + begun
+    each, shared = times(bounds)
+    padded = costs.rows * each + shared
     best, least = None, padded
     for most in range(2, _MOST_CLASSES + 1):
         classes = SizeClasses.of(bounds, costs.packed.bounds, costs.rows, most, rows)
@@ -211,14 +213,14 @@ def choose_groups(
     if not steps:
         return None
     needed = np.maximum(np.stack(list(lengths.values()), 1), 1)
-    time, begun = (
+    time, shared = (
         _time_by_size(each, bounds, list(lengths))
-        for each in (padded_steps.times, padded_steps.begun)
+        for each in (padded_steps.times, padded_steps.of_block)
     )
     fixed = _compiling(1, steps)
     # Into groups, and back.
     moved = 2 * ROWS.place * costs.held + _joined(program, costs)
-    most_time = padded_steps.times(bounds).sum() * costs.rows + padded_steps.begun(bounds).sum()
+    most_time = padded_steps.times(bounds).sum() * costs.rows + padded_steps.of_block(bounds).sum()
     best, least = None, most_time
     groupings = (
         fewer_boxes(needed, _MOST_GROUPS, time)
@@ -228,7 +230,7 @@ def choose_groups(
     for groups in groupings:
         sizes = np.stack([needed[rows].max(0) for rows in groups])
         taken = float(np.dot(time(sizes), list(map(len, groups)))) + (len(groups) - 1) * fixed
-        taken += float(begun(sizes).sum()) + (len(groups) > 1) * moved
+        taken += float(shared(sizes).sum()) + (len(groups) > 1) * moved
         if taken < least:
             best, least = groups, taken
     return None if best is None else KnownGroups(best, lengths)
@@ -296,10 +298,10 @@ class _PaddedSteps:
         each = [costs.of(step, packed=False, differs=self._differs) for step in self.steps]
         return np.array(each) / costs.rows + 1e-3
 
-    def begun(self, bounds: Mapping[str, int]) -> np.ndarray:
+    def of_block(self, bounds: Mapping[str, int]) -> np.ndarray:
         """Nanoseconds for each step of however many padded rows of these bounds."""
         costs = replace(self.costs, padded=Sizes(bounds, {}))
-        return np.array([costs.begun(step, self._differs) for step in self.steps]) + 1e-3
+        return np.array([costs.of_block(step, self._differs) for step in self.steps]) + 1e-3
 
 
 def obstacle(axis: Axis, program: ClosedJaxpr, in_chunks: bool) -> str | None:
