@@ -313,6 +313,10 @@ def _channels_padded(rows: Rows, weights: Weights) -> Any:
     return mean, jnp.where(inside, x, -jnp.inf).max((1, 2))
 
 
+_RECURRENCE = RowWorkload(
+    "recurrence", _recurrence, _recurrence_padded, None, 64, _dense((64, 64), (64, 64))
+)
+
 _ATTENTION = RowWorkload(
     "attention",
     _attention,
@@ -373,9 +377,9 @@ _WORKLOADS = [
         _dense(*[(256, 256)] * 4, (256, 1024), (1024, 256)),
         published=True,
     ),
-    RowWorkload(
-        "recurrence", _recurrence, _recurrence_padded, None, 64, _dense((64, 64), (64, 64))
-    ),
+    _RECURRENCE,
+    # A scan takes as many steps as its longest row: rows are put in classes by the price of all.
+    replace(_RECURRENCE, name="recurrence, longer tail", long_tail=True),
     # 127,019 elements, an odd number: XLA for CPUs does not vectorize them as they are.
     RowWorkload(
         "softplus, 3,072 rows",
