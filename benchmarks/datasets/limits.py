@@ -16,7 +16,7 @@ from typing import Any
 from batchax.datasets.pipeline import WRITERS, Work
 from batchax.datasets.plan import Plan
 from batchax.datasets.row_function import RowFunction
-from batchax.datasets.store import open_store
+from batchax.datasets.stores import open_store
 from batchax.datasets.units import Policy
 from benchmarks.datasets.workloads import DatasetWorkload
 

@@ -18,7 +18,7 @@ from batchax.datasets.arrays import Sliced
 from batchax.datasets.engines.engine import DaskClient, find_engine
 from batchax.datasets.row_function import RowFunction
 from batchax.datasets.run import How, Report, check_batch_size, check_key, of_this_process, run
-from batchax.datasets.store import kind_of
+from batchax.datasets.stores import kind_of
 from batchax.datasets.units import Policy, Streak
 from batchax.divergence.compact import Compact
 from batchax.divergence.runner import resolved

@@ -30,7 +30,7 @@ from batchax.datasets.job import open_job
 from batchax.datasets.journal import JobFiles, read_journal
 from batchax.datasets.objects import place_of
 from batchax.datasets.plan import Leaf, Plan
-from batchax.datasets.store import open_store
+from batchax.datasets.stores import open_store
 
 from support import object_servers, steps
 from support.map_calls import stops_at

@@ -10,7 +10,7 @@ import pytest
 import batchax as bx
 from batchax.datasets.file_stores import NpyStore, ParquetStore, ZarrStore
 from batchax.datasets.plan import Leaf, Plan
-from batchax.datasets.store import open_store
+from batchax.datasets.stores import open_store
 
 from support.store_tests import StoreTests
 

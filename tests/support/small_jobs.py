@@ -4,7 +4,7 @@ import numpy as np
 
 from batchax.datasets.job import open_job
 from batchax.datasets.plan import Leaf, Plan, Record, checksum
-from batchax.datasets.store import open_store
+from batchax.datasets.stores import open_store
 
 PLAN = Plan(20, 2, 4)
 LEAF = Leaf("", (20,), np.dtype(np.int64))

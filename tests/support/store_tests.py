@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from batchax.datasets.plan import Leaf, Rows, Unit
-from batchax.datasets.store import STORES, Store, described_leaves
+from batchax.datasets.store import Store, described_leaves
+from batchax.datasets.stores import STORES
 from batchax.errors import JobError, StorageError
 
 from support.processes import python
@@ -65,7 +66,7 @@ class StoreTests:
         self._check(self._written(out, leaves, units), leaves, units)
 
     def test_its_suffix_finds_it(self) -> None:
-        assert not self.suffix or STORES[self.suffix] == self.store.__name__
+        assert not self.suffix or STORES[self.suffix] is self.store
 
     def test_every_dtype(self, out: Path) -> None:
         for i, dtype in enumerate(self.dtypes):

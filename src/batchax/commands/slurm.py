@@ -11,7 +11,7 @@ from batchax.commands.words import Commands, Mistake
 from batchax.datasets.addresses import at_home
 from batchax.datasets.row_function import RowFunction
 from batchax.datasets.run import plan_of
-from batchax.datasets.store import kind_of
+from batchax.datasets.stores import kind_of
 
 _SHARDS = 16  # the default
 _NO_TIME = 60  # seconds before the end of its time, when a task gets a signal

@@ -17,7 +17,7 @@ import numpy as np
 from batchax.datasets import objects
 from batchax.datasets.addresses import Address, ObjectPath, needed, reading, reason
 from batchax.datasets.disk import make_folder, replacing, writing
-from batchax.datasets.files import BEGUN, KeyValuesInMemory, Layout, in_folder
+from batchax.datasets.formats import BEGUN, KeyValuesInMemory, Layout, in_folder
 from batchax.datasets.objects import place_of
 from batchax.datasets.plan import (
     ALONE,

@@ -9,7 +9,6 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -19,12 +18,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from batchax.datasets.addresses import Address, ObjectPath, needed, reading
+from batchax.datasets.formats import BEGUN, LITTLE_MEMORY, KeyValuesInMemory, Layout, in_folder
 from batchax.datasets.plan import ArrowArray, ArrowType, Data, ForeignArray, Rows, checksum
 from batchax.datasets.source import (
     AnyFiles,
     Files,
     Index,
-    ObjectFile,
     ObjectFiles,
     Source,
     check_shape,
@@ -32,113 +31,8 @@ from batchax.datasets.source import (
 from batchax.errors import ArgumentTypeError, StorageError
 from batchax.rows.converters import dense, is_lists, rows_of
 
-RawFile: TypeAlias = io.FileIO | ObjectFile
-
 Hdf5Node: TypeAlias = Any
 """A file, group, or dataset of h5py, which has no types."""
-
-_ALIGNED = 64  # bytes
-_GAP = 4096  # bytes; the system reads whole pages, so what lies between closer runs costs nothing
-_SPAN = 2**20  # bytes that are read at a time where there are gaps
-
-
-@dataclass(frozen=True)
-class Layout:
-    shape: tuple[int, ...]  # of the array
-    dtype: np.dtype  # of its elements, in the file's byte order
-    offset: int  # of its first element in the file
-    fortran: bool = False  # whether the first axis is the one along which neighbors lie
-
-    @classmethod
-    def of(cls, raw: RawFile) -> Layout:
-        formats = np.lib.format
-        size = raw.size if isinstance(raw, ObjectFile) else os.fstat(raw.fileno()).st_size
-        with io.BufferedReader(raw, 2**16) as file:  # one read
-            older = formats.read_magic(file) == (1, 0)
-            header = formats.read_array_header_1_0 if older else formats.read_array_header_2_0
-            shape, fortran, dtype = header(file)
-            layout = cls(shape, dtype, file.tell(), fortran)
-        if size < layout.size:
-            raise StorageError(
-                f"{getattr(raw, 'name', 'the file')} is truncated: by its header it has "
-                f"{layout.size} bytes, and {size} are there. Make it again, or copy it again."
-            )
-        return layout
-
-    @property
-    def size(self) -> int:
-        return self.offset + self.dtype.itemsize * _product(self.shape)
-
-    def read(self, file: RawFile, axis: int, picked: slice) -> np.ndarray:
-        """Reads the indices that a slice selects along an axis; a scalar array as a whole."""
-        if not self.shape:
-            return Layout((1,), self.dtype, self.offset).read(file, 0, slice(0, 1)).reshape(())
-        if self.fortran:  # in C order it is the array with its axes reversed
-            flipped = Layout(self.shape[::-1], self.dtype, self.offset)
-            return flipped.read(file, len(self.shape) - 1 - axis, picked).T
-        outer, inner, stride = self._runs(axis)
-        count = picked.stop - picked.start
-        out = _aligned(outer * count * inner).reshape(outer, count * inner)
-        if out.size:
-            _fill(file, out, self.offset + picked.start * inner, stride)
-        part = *self.shape[:axis], count, *self.shape[axis + 1 :]
-        return out.reshape(-1).view(self.dtype).reshape(part)
-
-    def pieces(self, part: np.ndarray, axis: int, start: int) -> Iterator[tuple[int, memoryview]]:
-        """Yields the file offset and bytes of each run of a part that begins at `start`."""
-        # Along an axis, a part is `outer` runs of bytes, `stride` apart.
-        outer, inner, stride = self._runs(axis)
-        flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        if not flat.size:
-            return
-        for i, run in enumerate(flat.reshape(outer, -1)):
-            yield self.offset + start * inner + i * stride, run.data
-
-    def _runs(self, axis: int) -> tuple[int, int, int]:
-        inner = self.dtype.itemsize * _product(self.shape[axis + 1 :])
-        return _product(self.shape[:axis]), inner, inner * self.shape[axis]
-
-
-def _aligned(size: int) -> np.ndarray:
-    """Allocates bytes aligned so that JAX on a CPU uses them without a copy."""
-    room = np.empty(size + _ALIGNED, np.uint8)
-    start = -room.ctypes.data % _ALIGNED
-    return room[start : start + size]
-
-
-def _fill(file: RawFile, out: np.ndarray, first: int, stride: int) -> None:
-    """Fills each row of `out` with bytes of a file, `stride` apart."""
-    outer, run = out.shape
-    if outer == 1 or run == stride:
-        _read_at(file, out.reshape(-1), first)
-    # Wide gaps are skipped. Narrow ones are read with the runs around them, a span at a time.
-    elif stride - run > _GAP:
-        for i in range(outer):
-            _read_at(file, out[i], first + i * stride)
-    else:
-        step = max(1, _SPAN // stride)
-        for i in range(0, outer, step):
-            count = min(step, outer - i)
-            span = np.empty(count * stride, np.uint8)
-            _read_at(file, span[: (count - 1) * stride + run], first + i * stride)
-            out[i : i + count] = span.reshape(count, stride)[:, :run]
-
-
-def _read_at(file: RawFile, out: np.ndarray, offset: int) -> None:
-    if isinstance(file, ObjectFile):
-        return file.read_at(out.data, offset)
-    view = out.data
-    while view:
-        # A system call may read fewer bytes than requested.
-        count = os.preadv(file.fileno(), [view], offset)
-        if not count:
-            raise OSError(f"the file ends at byte {offset}, in the middle of the array")
-        view, offset = view[count:], offset + count
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
-
 
 _MOST_LINKS = 16  # one behind another: as many as HDF5 itself follows
 
@@ -182,45 +76,6 @@ def _there(file: Hdf5Node, path: str, name: str) -> Path:
     return there.resolve()
 
 
-# Nothing is cached, and few chunks are copied at a time: memory holds the units in flight.
-_LITTLE = {
-    "cache_pool": {"total_bytes_limit": 0},
-    "data_copy_concurrency": {"limit": 2},
-    "file_io_concurrency": {"limit": 4},
-}
-
-
-class KeyValuesInMemory:
-    """Holds files of an array in a TensorStore context, to encode and decode chunks."""
-
-    def __init__(self) -> None:
-        tensorstore = needed("tensorstore", "Zarr")
-        self.context = tensorstore.Context(_LITTLE)
-        self._files = tensorstore.KvStore.open({"driver": "memory"}, context=self.context).result()
-
-    def put(self, name: str, content: bytes) -> None:
-        self._files.write(name, content).result()
-
-    def take(self, name: str) -> bytes:
-        content = self._files.read(name).result().value
-        self._files.write(name, None).result()  # which deletes it
-        return content
-
-
-def in_folder(driver: str, folder: Address, **more: object) -> dict[str, Any]:
-    """Makes a spec for TensorStore. Objects, which it does not read, use a folder in memory."""
-    # A folder's name must end in a slash.
-    if isinstance(folder, ObjectPath):
-        return {"driver": driver, "kvstore": {"driver": "memory", "path": f"{folder.key}/"}, **more}
-    if os.sep == "/" and "\\" in str(folder.absolute()):
-        raise ArgumentTypeError(
-            f"{folder} has a backslash in its path, which TensorStore takes for a slash, so the "
-            "array would lie in another folder. Use a path without one."
-        )
-    store = {"driver": "file", "path": f"{folder.absolute()}/"}
-    return {"driver": driver, "kvstore": store, **more}
-
-
 _DOCUMENTS = {"zarr.json": "zarr3", ".zarray": "zarr"}  # of arrays, and TensorStore's driver
 _GROUPS = (".zgroup", "zarr.json")
 
@@ -251,10 +106,6 @@ def _document_of_array(
 
 
 _KEPT = 2  # row groups: a unit may need the end of one and the beginning of the next
-
-
-BEGUN = "_begun"
-"""Marks an unfinished folder in object storage, where a folder cannot be renamed."""
 
 
 class Column(Source):
@@ -398,7 +249,7 @@ class ParquetColumn(Column):
         files, path = self._files[i], self._paths[i]
         if isinstance(files, Files):
             return files.path
-        return io.BufferedReader(ObjectFile(files, path), 2**20)
+        return io.BufferedReader(files.opened(path), 2**20)
 
     @cached_property
     def lengths(self) -> np.ndarray | None:
@@ -562,7 +413,7 @@ class ZarrFolder(Source):
         with reading(name):
             self._array = tensorstore.open(
                 in_folder(_DOCUMENTS[document], path),
-                context=tensorstore.Context(_LITTLE),
+                context=tensorstore.Context(LITTLE_MEMORY),
                 open=True,
                 read=True,
             ).result()

@@ -12,7 +12,8 @@ from batchax.datasets.addresses import Address, address
 from batchax.datasets.disk import Holder, UnreachableError
 from batchax.datasets.journal import Description, JobFiles, Journal, read_journal
 from batchax.datasets.plan import Record, Unit, checksum
-from batchax.datasets.store import Store, called, reopen_store
+from batchax.datasets.store import Store, called
+from batchax.datasets.stores import reopen_store
 from batchax.errors import JobError, StorageError
 from batchax.progress import duration
 

@@ -19,7 +19,8 @@ from batchax.datasets.disk import LockedError, not_overtaken, own_folder
 from batchax.datasets.fingerprint import differences, growth
 from batchax.datasets.journal import JOB, Description, JobFiles, Journal, read_attempts
 from batchax.datasets.plan import Bad, Plan, Record, alike, checksum
-from batchax.datasets.store import Store, reopen_store, written_over
+from batchax.datasets.store import Store, written_over
+from batchax.datasets.stores import reopen_store
 from batchax.errors import JobError, StorageError
 
 

@@ -35,7 +35,7 @@ from batchax.datasets.plan import (
 from batchax.datasets.row_function import RowFunction, fitting, staged_batch
 from batchax.datasets.source import ByContent, Labels
 from batchax.datasets.sources import as_source
-from batchax.datasets.store import open_store
+from batchax.datasets.stores import open_store
 from batchax.datasets.units import OutageError, Policy
 from batchax.errors import (
     ArgumentTypeError,

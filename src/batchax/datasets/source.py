@@ -23,9 +23,10 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from batchax.datasets import objects
 from batchax.datasets.addresses import PARTIAL, Address, ObjectPath, needed, reading
+from batchax.datasets.formats import ObjectFile
 from batchax.datasets.journal import JOB, JobFiles
 from batchax.datasets.plan import ArrowArray, Data, ForeignArray, Rows, crc32c
-from batchax.datasets.store import reopen_store
+from batchax.datasets.stores import reopen_store
 from batchax.errors import ArgumentTypeError, AxisError, StorageError
 from batchax.rows.converters import from_dense
 
@@ -216,10 +217,11 @@ class ObjectFiles:
         size = sum(m.size for m in self.seen.values())
         return {"path": str(self.path), "size": size, "versions": digest}
 
-    def opened(self) -> ObjectFile:
-        if self.path not in self.seen:
+    def opened(self, path: ObjectPath | None = None) -> ObjectFile:
+        path = path or self.path
+        if path not in self.seen:
             raise StorageError(f"{self._name}: there is no such object.")
-        return ObjectFile(self, self.path)
+        return ObjectFile(self.seen[path].size, lambda part: self.read(path, part))
 
     def read(self, path: ObjectPath, part: tuple[int, int] | None = None) -> bytes:
         try:
@@ -229,36 +231,6 @@ class ObjectFiles:
         if version is None or version.name != self.seen[path].version.name:
             raise _changed(self._name, path)
         return content
-
-
-class ObjectFile(io.RawIOBase):
-    def __init__(self, files: ObjectFiles, path: ObjectPath) -> None:
-        self._files, self._path, self._at = files, path, 0
-        self.size = files.seen[path].size
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self.size - self._at))
-        self.read_at(memoryview(buffer)[:count], self._at)
-        self._at += count
-        return count
-
-    def read_at(self, out: memoryview, offset: int) -> None:
-        if len(out):
-            out[:] = self._files.read(self._path, (offset, offset + len(out)))
 
 
 AnyFiles: TypeAlias = Files | ObjectFiles

@@ -28,7 +28,7 @@ from batchax.datasets.objects import place_of
 from batchax.datasets.pipeline import Work
 from batchax.datasets.row_function import RowFunction, staged_batch
 from batchax.datasets.sources import as_source
-from batchax.datasets.store import reopen_store
+from batchax.datasets.stores import reopen_store
 from batchax.datasets.units import not_computed
 from batchax.errors import ArgumentTypeError, JobError, UnsupportedError
 from batchax.frontend.in_axes import spread_in_axes
