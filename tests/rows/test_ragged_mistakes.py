@@ -86,6 +86,11 @@ MISTAKES = {
             bx.vmap(lambda a, b: a + b)
         )(LONG, LONG[:])
     },
+    ValueError: {
+        r"may have different sizes.*: n elements.*: m elements.*JAX says: scan": lambda: jax.jit(
+            bx.vmap(lambda a, b: jax.lax.scan(lambda c, x: (c + x[0] * x[1], c), 0.0, (a, b)))
+        )(LONG, LONG[:])
+    },
 }
 
 

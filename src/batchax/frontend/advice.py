@@ -298,7 +298,7 @@ def _key_in_parts(error: Exception, mapped: Sequence[_Mapped], each: str) -> str
     return "".join(advice).removeprefix("\n")
 
 
-ABOUT_SHAPES = re.compile(r"shape|dimension|broadcast|rank|ndim|contract", re.IGNORECASE)
+ABOUT_SHAPES = re.compile(r"shape|dimension|broadcast|rank|ndim|contract|\bsizes\b", re.IGNORECASE)
 
 SIZES_DIFFER = "The rows of these arguments may have different sizes:"
 
