@@ -197,3 +197,17 @@ def test_whether_a_lane_takes_a_branch_is_one_kernel(lanes):
     assert "reduce-window" not in compiled.as_text()
     for some in (takes, ~takes, jnp.zeros(lanes, bool)):
         same(compiled(some, x), jnp.where(some[:, None, None], x / 4, x))
+
+
+def test_gradient_of_one_result_of_branches_that_call_a_library():
+    def f(x, m):
+        c, ys = lax.scan(lambda c, r: (jnp.sin(c) + x[0], x * r), x[0], x[:2])
+        solved = lambda y: jnp.linalg.solve(m, y).sum()
+        taken = lambda: (solved(ys.sum(0)), jnp.linalg.cholesky(m) * c)
+        return lax.cond(c > 0, taken, lambda: (solved(ys[0]), m))[1]
+
+    def gradient(f):
+        return jax.grad(lambda x, m: jnp.sum(jnp.sin(f(x, m))), (0, 1))
+
+    m = jnp.eye(3) + 0.1 * jnp.ones((4, 3, 3))
+    agree(gradient(bx.vmap(f)), gradient(loop_function(f, (0, 0), 0)), X, m)

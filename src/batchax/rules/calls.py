@@ -116,7 +116,8 @@ def _transpose(cotangents: Values, *operands: Value, count: int) -> list[Any]:
     # In reverse mode, `first` waits for `second`.
     second, first = _bind(second, first)
     computed = iter([*first, *second])
-    return [ct if type(ct) is ad.Zero else next(computed) for ct in cotangents]
+    # JAX 0.10 cannot transpose a scan that has a symbolic zero for a stacked result.
+    return [ad.instantiate_zeros(ct) if type(ct) is ad.Zero else next(computed) for ct in cotangents]
 
 
 def _batched(axis: Axis, args: Values, axes: Positions, /, *, count: int) -> RuleOutputs:
