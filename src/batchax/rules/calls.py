@@ -116,8 +116,9 @@ def _transpose(cotangents: Values, *operands: Value, count: int) -> list[Any]:
     # In reverse mode, `first` waits for `second`.
     second, first = _bind(second, first)
     computed = iter([*first, *second])
+    cts = [ct if type(ct) is ad.Zero else next(computed) for ct in cotangents]
     # JAX 0.10 cannot transpose a scan that has a symbolic zero for a stacked result.
-    return [ad.instantiate_zeros(ct) if type(ct) is ad.Zero else next(computed) for ct in cotangents]
+    return list(map(ad.instantiate_zeros, cts))
 
 
 def _batched(axis: Axis, args: Values, axes: Positions, /, *, count: int) -> RuleOutputs:
