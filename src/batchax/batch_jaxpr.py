@@ -10,9 +10,9 @@ import jax
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.arguments import check_axis_name, check_axis_size, mesh_axis_names
-from batchax.frontend.in_axes import count, is_position
+from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import AUTO
-from batchax.jaxprs.error_format import brief
+from batchax.jaxprs.error_format import brief, count
 from batchax.jaxprs.types import Aval, AxesTree, ClosedJaxpr
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import ANYWHERE, ZERO_IF_MAPPED, batch_inner

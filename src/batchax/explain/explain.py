@@ -24,10 +24,10 @@ from batchax.explain.measure import measure as measure_ways
 from batchax.explain.page import as_embedded_page, as_page
 from batchax.explain.text import as_text
 from batchax.frontend.batched import Batched
-from batchax.frontend.in_axes import check_in_axes, count
+from batchax.frontend.in_axes import check_in_axes
 from batchax.frontend.options import check_callable, check_flags
 from batchax.frontend.outputs import check_out_axes
-from batchax.jaxprs.error_format import name_of
+from batchax.jaxprs.error_format import count, name_of
 from batchax.jaxprs.types import AxesTree
 from batchax.staging import Staged, stage
 from batchax.vmap import MoreOptions, find_vmap, vmap

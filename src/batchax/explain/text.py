@@ -15,7 +15,6 @@ from batchax.explain.wording import (
     SERVICES,
     Again,
     alike,
-    count,
     fold,
     marked,
     show_devices,
@@ -27,6 +26,7 @@ from batchax.explain.wording import (
     show_unmeasured,
     show_work,
 )
+from batchax.jaxprs.error_format import count
 from batchax.jaxprs.types import Values
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from batchax.execution.memory import show_bytes
 from batchax.explain.account import Account, Devices, Equation, Timing, Value, Work
+from batchax.jaxprs.error_format import count
 from batchax.jaxprs.types import Values
 
 _LEAST = 4
@@ -144,11 +145,6 @@ SERVICES = {
 """How equations are batched, for people."""
 
 _MOST_COPIES = 4  # replicated values that are named
-
-
-def count(n: int, what: str) -> str:
-    """Writes a number of things: "1 lane", "1,024 lanes"."""
-    return f"{n:,} {what}" + "s" * (n != 1)
 
 
 def show_flops(flops: float) -> str:

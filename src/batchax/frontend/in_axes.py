@@ -26,7 +26,7 @@ from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import AxisSpec, DictOfBatches, is_container, is_container_spec
-from batchax.jaxprs.error_format import listed, name_of, show
+from batchax.jaxprs.error_format import count, listed, name_of, show
 from batchax.jaxprs.types import AxesTree, Tree, Value, Values
 
 
@@ -520,7 +520,3 @@ def _from_callable(leaf: SpecifiedLeaf) -> AxesTree:
         f"the callable given in in_axes must return an int or None, except for {leaf.path} it "
         f"returned {show(axis)}."
     )
-
-
-def count(n: int, one: str, several: str | None = None) -> str:
-    return f"{n} {one if n == 1 else several or one + 's'}"

@@ -57,6 +57,11 @@ def listed(items: Iterable[Any]) -> str:
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
 
+def count(n: int, one: str, several: str | None = None) -> str:
+    """Writes a number of things: "1 lane", "1,024 lanes", "2 entries"."""
+    return f"{n:,} {one if n == 1 else several or one + 's'}"
+
+
 def _is_array(value: object) -> TypeGuard[jax.Array | np.ndarray]:
     return isinstance(value, (jax.Array, np.ndarray))
 

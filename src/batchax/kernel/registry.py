@@ -33,7 +33,7 @@ from jax.interpreters import batching
 from batchax import _compat
 from batchax._compat import Primitive
 from batchax.errors import ArgumentTypeError, AxisError, RuleReplacedWarning
-from batchax.jaxprs.error_format import brief, listed, show
+from batchax.jaxprs.error_format import brief, count, listed, show
 from batchax.jaxprs.primitive_facts import UNKNOWN, describe, facts_of, forget
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
@@ -211,8 +211,8 @@ def _position(where: str, name: str, position: object, aval: Aval) -> Position:
     ndim = len(getattr(aval, "shape", ())) + 1
     if not -ndim <= position < ndim:
         raise AxisError(
-            f"{where} returned {name} = {position}, but with the lanes that result has {ndim} "
-            f"dimension{'s' if ndim > 1 else ''}, of which the last is {ndim - 1}. {_MEANING}"
+            f"{where} returned {name} = {position}, but with the lanes that result has "
+            f"{count(ndim, 'dimension')}, of which the last is {ndim - 1}. {_MEANING}"
         )
     return int(position) % ndim
 
@@ -662,7 +662,7 @@ def reduced_dims(primitive: Primitive, dims: object, rank: int) -> tuple[int, ..
     if wrong:
         raise AxisError(
             f"the parameter `axes` of the primitive `{primitive}` is {dims}, but its operand has "
-            f"{rank} dimension{'s' if rank != 1 else ''} for one example."
+            f"{count(rank, 'dimension')} for one example."
         )
     return tuple(d % rank for d in dims)
 

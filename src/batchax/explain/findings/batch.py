@@ -33,7 +33,8 @@ from batchax.explain.findings.operations import (
     transposed,
 )
 from batchax.explain.findings.rows import groups, padding, spare_room
-from batchax.explain.wording import count, show_options, show_seconds, show_work
+from batchax.explain.wording import show_options, show_seconds, show_work
+from batchax.jaxprs.error_format import count
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     AnyLoop,

@@ -24,7 +24,8 @@ from batchax.analysis.hlo import Computation, Instruction, Module, UnreadablePro
 from batchax.execution.memory import show_bytes
 from batchax.explain.account import Equation, Finding, Memory, Timing, Work
 from batchax.explain.listing import Tally, number_of
-from batchax.explain.wording import count, marked, show_flops
+from batchax.explain.wording import marked, show_flops
+from batchax.jaxprs.error_format import count
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import Values
 from batchax.kernel.recording import Record, Recorder

@@ -11,7 +11,8 @@ import numpy as np
 from batchax.analysis.cost import STEP
 from batchax.explain.account import Finding, Work
 from batchax.explain.findings.operations import FindingContext, price
-from batchax.explain.wording import count, show_work
+from batchax.explain.wording import show_work
+from batchax.jaxprs.error_format import count
 from batchax.rows.buckets import bucket
 from batchax.rows.building import elements_of
 from batchax.rows.call import NotedSize

@@ -159,9 +159,9 @@ class SizedCall:
         given = dict(zip(self.operands.places, values[len(self.names) :], strict=True))
         return [given.get(i, other) for i in range(len(self.operands.rows))]
 
-    def for_values(self, given: Values, other: object) -> list[Any]:
-        """From one entry for each operand of the equation to one for each value of the call."""
-        return [other] * len(self.names) + [given[i] for i in self.operands.places]
+    def for_values(self, given: Values) -> list[Any]:
+        """From entries for the operands of the equation to those for the values; None for sizes."""
+        return [None] * len(self.names) + [given[i] for i in self.operands.places]
 
     def run(self, body: ClosedJaxpr, *values: Value) -> list[Any]:
         op, rows = self.opened(values)
@@ -717,7 +717,7 @@ def _custom_vjp(
         inputs = typed_rows(values, rule.in_avals)
         call.constants(rule.consts)
         returned = iter(arrays(run_inside(sizes, rule, inputs), rule.out_avals))
-        return tuple(call.for_values([None if z else next(returned) for z in zeros], None))
+        return tuple(call.for_values([None if z else next(returned) for z in zeros]))
 
     function.defvjp(forward, reverse, symbolic_zeros=True)
     return function(*values)
