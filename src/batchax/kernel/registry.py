@@ -644,6 +644,9 @@ def reducing_rule(primitive: Primitive) -> Rule:
 
 
 def _register(primitive: Primitive, rule: Callable[..., Any], maker: str, **facts: Any) -> None:
+    if not isinstance(primitive, _compat.Primitive):
+        found = type(primitive).__name__
+        raise ArgumentTypeError(f"{maker} expects a jax.extend.core.Primitive, got {found}.")
     rule.__name__ = rule.__qualname__ = f"batchax.{maker}"  # as messages about it call it
     register_rule(primitive)(rule)
     if is_foreign(primitive):  # those of JAX are in the tables of their families
