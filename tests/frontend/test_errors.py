@@ -479,7 +479,7 @@ def test_register_rule_and_register_container():
     with pytest.raises(bx.ArgumentTypeError, match="expects a primitive"):
         bx.register_rule(jnp.sin)
     for register in (bx.vectorized, bx.broadcasting, bx.reducing):
-        with pytest.raises(bx.ArgumentTypeError, match=rf"^{register.__name__} expects a .*got str"):
+        with pytest.raises(bx.ArgumentTypeError, match=f"{register.__name__} expects a"):
             register("sin")
     ways = dict.fromkeys(["to_arrays", "to_example", "from_example", "to_batch"], never)
     with pytest.raises(bx.ArgumentTypeError, match="`type` must be a type, got 'Pair'"):
