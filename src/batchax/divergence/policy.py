@@ -12,10 +12,9 @@ next to nothing where all take as many, in time and in compiling:
   that are left, one after another; not in bounded loops, where windows were faster.
 - Where a step is expensive, lanes are in a window from the first step on: the body is compiled
   once, and a window is as wide as keeps a device as busy as all lanes do.
-- Where a step is many operations, which take as long for a window as for many lanes, all lanes run
-  first, and those that are left in a window. The body is compiled twice, next to which moving
-  lanes is cheap. So do the lanes of a bounded loop whose step is a few expensive operations: what
-  ends it for `jax.vmap` takes about as long to compile as what moves lanes.
+- Where a step is many operations, which take as long for a window as for many lanes, or is much
+  work, all lanes run first, and those that are left in a window. The body is compiled twice, next
+  to which moving lanes is cheap.
 - Where a step is too cheap to move lanes, and a compiler can make it a single kernel, narrow tiles
   of adjacent lanes run: no lane is moved but the last of a tile, which are left behind.
 - All other loops are masked.
@@ -271,7 +270,8 @@ def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
         return Alone()
     few_left = few and not loop.bounded and _is_much(t, loop, step)
     tiled = _fits_tiles(t, size, loop.jaxprs)  # in tiles lanes wait for few others
-    if few_left and few >= size // _FEW and not tiled:
+    # Tiles would leave other cores idle. Search: walk
+    if few_left and (_divided(t, size, step) if tiled else few >= size // _FEW):
         return FewAlone(few, _PAUSE)
     if step.moving <= t.max_move_steps:
         width = _from_the_start(t, size, step, alike)
@@ -292,8 +292,6 @@ def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
     if width < size:
         many = step.work * size >= t.min_work
         return Tiles(width, step.moving, leave_at=width // _LEFT if many else 0)
-    if few_left and tiled and _divided(t, size, step):
-        return FewAlone(few, _PAUSE)  # tiles would leave other cores idle. Search: walk
     by_library = alike > size // min(t.window_shares) and not t.explicit
     return Masked(_LIBRARY if by_library else why)
 
@@ -316,18 +314,19 @@ def _of_the_last(
 ) -> tuple[tuple[int, ...], str]:
     """The widths of the windows for the lanes that others have left behind; why, if of all lanes.
 
-    By default these must save much alone, and their step be most of what is compiled then, or what
-    ends a bounded loop, of which there is no other copy.
+    By default these must save much alone, and their step be most of what is compiled then, or take
+    long.
     """
     size, body = loop.lanes, loop.body
     long = different(body.jaxpr) >= t.min_operations
     widths, why = _widths(t, size, step, request, 1 if long else _ROOM)
     if t.explicit:
         return widths, why
-    few = loop.bounded and step.work * size >= t.min_work
+    much = step.work * size >= t.min_work
     saves = size + step.overhead >= t.min_tail_gain * (widths[-1] + step.overhead)
-    pays = saves and (few or long) and widths[-1] < size
-    if pays and not few and t.kernel_lanes and 2 * step.length > _LONGEST:  # on a CPU
+    pays = saves and (much or long) and widths[-1] < size
+    copied = not (much and loop.bounded)  # what ends such a loop has no other copy
+    if pays and copied and t.kernel_lanes and 2 * step.length > _LONGEST:  # on a CPU
         return (size,), _LONG
     return (widths, why) if pays else ((size,), CHEAP)
 
