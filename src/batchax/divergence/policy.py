@@ -86,9 +86,7 @@ class Tiles:
 
     width: int  # how many lanes make a tile
     patience: float  # as of a `Window`
-    # How many lanes of a tile may be left when it ends, to run together with others that are left;
-    # 0: none
-    leave_at: int = 0
+    leave_at: int  # how many of a tile may be left when it ends, to run with others that are left
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -290,8 +288,7 @@ def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
         why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
     width = _of_a_kernel(t, loop, step)
     if width < size:
-        many = step.work * size >= t.min_work
-        return Tiles(width, step.moving, leave_at=width // _LEFT if many else 0)
+        return Tiles(width, step.moving, leave_at=width // _LEFT)
     by_library = alike > size // min(t.window_shares) and not t.explicit
     return Masked(_LIBRARY if by_library else why)
 

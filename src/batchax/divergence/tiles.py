@@ -8,7 +8,6 @@ again few are left.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from batchax import _compat
 from batchax.divergence.policy import Tiles
 from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
-from batchax.divergence.windows import LaneStep, rows_of, until_all_are_done
+from batchax.divergence.windows import LaneStep, rows_of
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.slices import entry_of, part_of, put_entry, put_part
 from batchax.jaxprs.types import Tree, Value, Values
@@ -42,10 +41,9 @@ def run_in_tiles(
 ) -> list[Any]:
     """The last carry of a loop; see `run_in_windows`."""
     tiles = _Tiles(plan, step, positions, active.shape[0], plan.width)
-    run = tiles.until_few_are_left if plan.leave_at else tiles.until_all_are_done
 
     def whole(active: Value, *operands: Value) -> list[Any]:
-        return run(operands[: len(positions)], active, operands[len(positions) :])
+        return tiles.run(operands[: len(positions)], active, operands[len(positions) :])
 
     operands = [active, *consts, *carry]
     operands = _compat.varying_alike(operands, like=operands)
@@ -63,33 +61,8 @@ class _Tiles:
     size: int  # how many lanes there are
     width: int  # how many make a tile
 
-    def until_all_are_done(
-        self, consts: Sequence[Any], active: Value, carry: Sequence[Any]
-    ) -> list[Any]:
-        """The last carry, of lanes that wait for the others of their tile."""
-        fewer = self.size % self.width  # the last tile overlaps the one before it
-
-        def turn(state: Tree) -> Tree:
-            first, everyone = state
-            start = self._within(first)
-            own, (active, *rows) = self._slices(consts, everyone, start)
-            active, rows, _ = until_all_are_done(self.step, self.width, own, (active, rows, ()))
-            back = functools.partial(put_part, start=start)
-            ended = back(everyone[0], active) if fewer else everyone[0]
-            everyone = [ended, *map(back, everyone[1:], rows)]
-            return lax.add(first, np.int32(self.width)), everyone
-
-        # If no lane takes a step, nothing is copied.
-        first = lax.select(lax.reduce_or(active, (0,)), np.int32(0), np.int32(self.size))
-        state = alike((first, [active, *carry]), [active, *consts, *carry])
-        goes_on = lambda state: lax.lt(state[0], np.int32(self.size))
-        _, (_, *last) = while_loop(goes_on, turn, state)
-        return last
-
-    def until_few_are_left(
-        self, consts: Sequence[Any], active: Value, carry: Sequence[Any]
-    ) -> list[Any]:
-        """As `until_all_are_done`; few lanes may be left when a tile ends, and run again later.
+    def run(self, consts: Sequence[Any], active: Value, carry: Sequence[Any]) -> list[Any]:
+        """The last carry. Few lanes may be left when a tile ends, and run again later.
 
         The place where a tile begins counts on after the last one: its remainder by the number of
         lanes is where lanes that were left are searched from.
