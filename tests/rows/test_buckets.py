@@ -54,6 +54,7 @@ def test_waste_is_elements_with_padding_for_each_true_one():
     x = bx.Ragged(np.zeros(20), [3, 1, 8, 8], 10)
     assert bx.bucket(x, 2).waste_unbucketed == 40 / 20
     assert bx.bucket([4, 4]).waste == bx.bucket([]).waste == 1.0
+    assert bx.bucket([]).split(np.zeros((0, 2))) == []
     assert bx.bucket([0, 0]).waste == np.inf  # they are given a size of 1
 
 
@@ -150,7 +151,7 @@ MISTAKES = {
         "axis must be an int, got 'rows'": lambda: BUCKETS.split(np.zeros((7, 2)), axis="rows"),
     },
     bx.AxisError: {
-        r"lengths\[1\] is -1": lambda: bx.bucket([2, -1]),
+        r"lengths\[1\] is -1": lambda: bx.bucket([0, -1]),
         "max_buckets must be a positive int": lambda: bx.bucket([2], 0),
         "made for other lengths than those of x": lambda: BUCKETS.split(
             ragged(2, lengths=(3, 9, 2, 8, 0, 2, 20))

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
+from batchax.rows import regions
 
 from support.oracle import example
 from support.rows import attend, check_rows, images
@@ -108,3 +109,18 @@ def test_outside_of_jit_one_bound_serves_all_rows(free_groups):
     seen.clear()
     jax.make_jaxpr(f)(x.data)
     assert set(seen) == {1}  # each in a group of its own
+
+
+@pytest.mark.parametrize("fun", [attend, lambda x: jnp.tanh(jnp.exp(jnp.sin(jnp.tan(x))))])
+def test_random_keys_next_to_numbers_have_spare_room(fun, free_groups, monkeypatch):
+    """In groups, and where long arrays are made even."""
+    monkeypatch.setattr(regions, "_MANY", 100)
+    lengths = np.array([3, 90, 1, 9, 9, 2, 9, 80])
+    keys = jax.random.split(jax.random.key(0), int(lengths.sum()) + 4)  # odd
+    x = bx.Ragged(example((len(keys), 4)), lengths, 100)
+    both = bx.vmap(lambda x, k: (fun(x), jax.vmap(jax.random.bits)(k), k[::-1]))
+    run = jax.jit(lambda data, keys: both(x.with_data(data), x.with_data(keys))[1:])
+    bits, back = run(x.data, keys)
+    for got, of_keys, row in zip(back.rows(), bits.rows(), x.with_data(keys).rows(), strict=True):
+        assert (got == row[::-1]).all()
+        assert (of_keys == jax.vmap(jax.random.bits)(row)).all()

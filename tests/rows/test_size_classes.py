@@ -72,15 +72,26 @@ def in_classes(fun, lengths, room, **options):
 TAIL = np.minimum(np.random.default_rng(0).lognormal(3.2, 0.8, 96), 256).astype(int) + 1
 
 
+TENS = jnp.array([0, 10])  # the same in each block
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "bool", "complex64"])
 def test_blocks_of_any_type_and_of_nothing_are_read(dtype):
     x, nothing = rows(2, poison=False).astype(dtype), jnp.zeros((len(LENGTHS), 0))
-    fun = lambda x, nothing: (x[::-1], jnp.where(x != 0, 1, 0).sum(), nothing.sum())
+
+    def fun(x, nothing):
+        count = jnp.where(x != 0, 1, 0).sum()
+        in_first = jnp.where(x[:, 0] != 0, 1, 0)
+        tens = lax.scan(lambda sum, i: (sum + TENS[i], None), 0, in_first)[0]
+        return x[::-1], count, jax.random.key(count), tens, nothing.sum()
+
     traced = bx.Ragged(x.data, jnp.asarray(x.lengths), x.max_length)
-    back, counts, sums = jax.jit(bx.vmap(fun, buckets=2))(traced, nothing)
-    for row, reversed_row, count in zip(x.rows(), back.rows(), counts, strict=True):
+    back, counts, keys, tens, sums = jax.jit(bx.vmap(fun, buckets=2))(traced, nothing)
+    assert (jax.random.key_data(keys)[:, -1] == counts).all()
+    for row, reversed_row, count, ten in zip(x.rows(), back.rows(), counts, tens, strict=True):
         assert (reversed_row == row[::-1]).all()
         assert count == (row != 0).sum()
+        assert ten == 10 * (row[:, 0] != 0).sum()
     assert (sums == 0).all()
 
 

@@ -433,7 +433,7 @@ def _checked_lengths(x: Value, lengths: Value) -> np.ndarray:
         lengths = np.asarray(lengths)
     except ValueError:
         lengths = np.zeros((), object)
-    if lengths.ndim == 1 and not lengths.size:
+    if not lengths.size:
         lengths = lengths.astype(np.int32)
     if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer):
         raise ArgumentTypeError(

@@ -481,6 +481,9 @@ def with_room(data: Value, axis: int, capacity: int) -> Value:
     spare = capacity - data.shape[axis]
     if spare < 0:
         return lax.slice_in_dim(data, 0, capacity, axis=axis)
+    if spare and jnp.issubdtype(data.dtype, jax.dtypes.extended):  # random keys cannot be padded
+        rest = lax.full((*data.shape[:axis], spare, *data.shape[axis + 1 :]), 0, data.dtype)
+        return lax.concatenate(_compat.varying_alike([data, rest]), axis)
     if spare:
         room = [(0, 0)] * data.ndim
         room[axis] = (0, spare)

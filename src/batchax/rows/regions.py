@@ -414,8 +414,7 @@ class InRegions(Strategy):
         in_groups, called = self._in_groups(call, program, packed, batched, costs)
         each = zip(program.steps, packed, strict=True)
         steps = [step for step, p in each if p]
-        has_keys = any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in call.arrays)
-        is_long = not has_keys and _is_long(costs, steps, differing_values(program, batched))
+        is_long = _is_long(costs, steps, differing_values(program, batched))
         if in_groups is None:
             return program, find_regions(program.steps, packed), None, called, is_long
         return program, regions_of_groups(program, packed, batched), in_groups, called, is_long

@@ -41,6 +41,7 @@ from batchax.kernel.inner import batch_function, closed_over, inline_jaxpr, retu
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_tangent_rule, with_values
 from batchax.rows.blocks import Elements, back, find_blocks
 from batchax.rows.buckets import Weight, fewer_boxes, lightest_groups
+from batchax.rows.call import with_room
 from batchax.rows.groups import KnownGroups, of_one_row
 from batchax.rows.index import moved
 from batchax.rows.layouts import Costs, RowProgram, RowStep, differing_values
@@ -434,11 +435,7 @@ def _block_of_rows(classes: SizeClasses, x: Value, shape: Shape) -> jax.Array:
     at = ragged_axes(shape)
     x = _collapsed(x, at)
     size = classes.elements([shape[a] for a in at]) if at else classes.rows[-1]
-    if x.shape[0] == size:
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys have no zero
-        return x[np.minimum(np.arange(size), x.shape[0] - 1)]
-    return jnp.pad(x, [(0, size - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+    return with_room(x, 0, size)
 
 
 def _collapsed(x: Value, at: Sequence[int]) -> jax.Array:
