@@ -594,7 +594,7 @@ def _is_placed(setting: Setting, env: Env, v: Var | Literal, output: OutputArray
 def _collected(setting: Setting, env: Env, eqn: Eqn, v: Var) -> Target | None:
     """Returns what a cut needs of each chunk for a variable that it reads."""
     # A sum over lanes is accumulated by the chunks; other cuts need the whole batch.
-    streams = _streams(setting.axis, eqn)
+    streams = _streams(eqn)
     if setting.knows(env, v) and not (streams and setting.shards and env[v][1] is not None):
         return None
     return Target(v, _STREAMED[eqn.primitive.name] if streams else 0)
@@ -604,8 +604,6 @@ def _kept(
     setting: Setting, eqns: Sequence[Eqn], free: Sequence[Eqn], cuts: Sequence[Eqn]
 ) -> list[Any]:
     """Lists variables to save for the equations after the cuts, instead of recomputing them."""
-    if not cuts:
-        return []
     needed = crossing(eqns, free, cuts)
     # Save everything if it is no larger than the arguments.
     if bytes_per_lane(needed) <= setting.batch_bytes:
@@ -631,12 +629,11 @@ def placed_at(v: Any, spec: Any, position: Position) -> Position:
     return _position_wanted(v, spec)
 
 
-def _streams(axis: Axis, eqn: Eqn) -> bool:
-    """Returns whether a collective is a reduction over all lanes that chunks can accumulate."""
+def _streams(eqn: Eqn) -> bool:
+    """Returns whether a collective over the batch is a reduction that chunks accumulate."""
     params = eqn.params
     return (
         eqn.primitive.name in _STREAMED
-        and axis.name in params["axes"]
         and not any(isinstance(a, int) for a in params["axes"])
         and params.get("axis_index_groups") is None
     )
