@@ -264,7 +264,7 @@ def _flattened(width: int, nest: Nest, request: Request) -> Flattened:
 def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
     step, size, alike = loop.step, loop.lanes, least_lanes(loop.lanes, loop.jaxprs)
     few = _few_serial(t, loop, step)
-    if few >= _ALL_ALONE * size:
+    if few >= size * min(1, _ALL_ALONE * (1 + step.moving / _FEW_STEPS)):
         return Alone()
     few_left = few and not loop.bounded and _is_much(t, loop, step)
     tiled = _fits_tiles(t, size, loop.jaxprs)  # in tiles lanes wait for few others
@@ -596,7 +596,8 @@ PROBED, _MAX_SLOWDOWN, PROBED_GAIN = 4, 2.5, 0.8
 # the step. Programs: van der Pol; search: 32 sines.
 _SERIAL_OF_CORES = 0.5
 # The share of all lanes that take one after another, by the model, as long as all take, masked. If
-# counts are equal, 0.6 of that time was measured. Search: insertion sort.
+# counts are equal, 0.6 of that time was measured. Search: insertion sort; programs: tree search,
+# where each lane takes few steps in a kernel.
 _ALL_ALONE = 0.75
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 _FILL = 0.75  # of what it takes to begin its operations, as much work as a block of the last has
