@@ -134,15 +134,15 @@ def _keeps_place(
     return False
 
 
-_LONG, _LONG_IN_STATE = 32, 16
-
-
-def _long_rows(matrix: Value, contracted: Sequence[int], least: int = _LONG) -> bool:
+def _long_rows(matrix: Value, contracted: Sequence[int]) -> bool:
     """Returns whether vectors are so long, before and after, that rows are as fast as columns."""
     # Columns are as wide as there are lanes: on a CPU, products take 0.5x to 0.9x the time for
     # vectors of 4 to 24, and 1.0x to 2.0x from 32 on.
     terms = math.prod(np.shape(matrix)[d] for d in contracted)
-    return min(terms, math.prod(np.shape(matrix)) // max(1, terms)) >= least
+    return min(terms, math.prod(np.shape(matrix)) // max(1, terms)) >= _LONG
+
+
+_LONG = 32
 
 
 StepLayout = Literal["as it is", "as jax.vmap", "rows", "columns"]
@@ -182,7 +182,6 @@ def has_long_rows(body: ClosedJaxpr, positions: Positions) -> bool:
 
     Products of other matrices, which are added to it, are then better rows, even short ones.
     """
-    # The state is then not transposed in each step. Search: a GRU of 16.
     jaxpr = body.jaxpr
     shared = {v for v, a in zip(jaxpr.invars, positions, strict=True) if a is None}
     shared.update(jaxpr.constvars)
@@ -190,7 +189,7 @@ def has_long_rows(body: ClosedJaxpr, positions: Positions) -> bool:
         e.primitive is lax.dot_general_p
         and [v.aval.ndim for v in e.invars] == [2, 1]
         and e.invars[0] in shared
-        and _long_rows(e.invars[0].aval, e.params["dimension_numbers"][0][0], _LONG_IN_STATE)
+        and _long_rows(e.invars[0].aval, e.params["dimension_numbers"][0][0])
         for e in jaxpr.eqns
     )
 
