@@ -14,7 +14,7 @@ import xarray
 import zarr
 
 import batchax as bx
-from batchax.datasets import files
+from batchax.datasets import formats
 from batchax.datasets.plan import crc32c
 from batchax.datasets.sources import as_source
 
@@ -153,11 +153,11 @@ def test_dtypes_of_machine_learning(tmp_path):
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("shape", [(50, 7, 3), (3, 900, 5), (2, 300, 7, 2), (5, 1)])
 def test_npy_files_of_every_layout(shape, order, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_SPAN", 700)
+    monkeypatch.setattr(formats, "_SPAN", 700)
     x = np.asarray(np.arange(np.prod(shape)).reshape(shape), order=order)
     source = as_source(save(tmp_path / "x.npy", x), "x")
     for gap in (0, 100, 10**9):
-        monkeypatch.setattr(files, "_GAP", gap)
+        monkeypatch.setattr(formats, "_GAP", gap)
         for axis, size in enumerate(shape):
             for start, stop in ((0, size), (size // 3, size // 2 + 1), (size - 1, size)):
                 same(source.read(axis, start, stop), x.take(range(start, stop), axis))
