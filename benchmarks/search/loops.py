@@ -367,3 +367,93 @@ draft("solver", "descent", descent, lambda n: (normal(n, 8),), 1024)
 draft("solver", "BFGS", bfgs, lambda n: (normal(n, 4),), 64)
 draft("ODE", "adaptive Heun", adaptive_euler, _stiff, 64, 2048)
 draft("ODE", "jax odeint", odeint, _stiff, 64, uses=(VALUES, GRADIENT))
+
+# Searches, and solvers of few expensive operations, that a few lanes take much longer for.
+
+
+def queens(order: Any) -> Any:
+    """Places as many queens as the board has columns, tried in this order; how many tries."""
+    n = order.size
+    rows = jnp.arange(n)
+
+    def step(carry: Any) -> Any:
+        columns, tried, row, count = carry
+        column = order[jnp.minimum(tried[row], n - 1)]
+        apart = jnp.abs(columns - column)
+        free = ~jnp.any((rows < row) & ((apart == 0) | (apart == jnp.abs(rows - row))))
+        back = tried[row] >= n
+        placed = ~back & free
+        columns = jnp.where(placed, columns.at[row].set(column), columns)
+        tried = tried.at[row].set(jnp.where(back, 0, tried[row] + 1))
+        return columns, tried, row + jnp.where(back, -1, jnp.where(placed, 1, 0)), count + 1
+
+    going = lambda carry: (carry[2] < n) & (carry[2] >= 0)
+    none = jnp.zeros(n, jnp.int32)
+    return lax.while_loop(going, step, (none, none, jnp.int32(0), jnp.int32(0)))[3]
+
+
+def walks(keys: Any, children: Any) -> Any:
+    """Walks down a tree of its own, time and again, until there are no children."""
+
+    def walk(total: Any, start: Any) -> Any:
+        down = lambda at: children[at, jnp.argmax(keys[children[at]])]
+        end = lax.while_loop(lambda at: children[at, 0] > 0, down, start)
+        return total + end, None
+
+    return lax.scan(walk, jnp.int32(0), jnp.arange(100) % 8)[0]
+
+
+def _trees(n: int) -> tuple[Any, ...]:
+    """Of 128 nodes with four children each, as far as there are so many nodes."""
+    children = 4 * jnp.arange(128)[:, None] + jnp.arange(1, 5)
+    children = jnp.where(children < 128, children, 0).astype(jnp.int32)
+    return normal(n, 128), jnp.tile(children, (n, 1, 1))
+
+
+def van_der_waals(temperature: Any, pressure: Any) -> Any:
+    """The volume of a gas, by Newton's method."""
+    excess = lambda v: 8 * temperature / (3 * v - 1) - 3 / v**2 - pressure
+    slope = jax.grad(excess)
+
+    def step(carry: Any) -> Any:
+        v, _, count = carry
+        new = v - excess(v) / slope(v)
+        new = jnp.where(new <= 0.34, (v + 0.34) / 2, new)
+        return new, jnp.abs(new - v), count + 1
+
+    start = 8 * temperature / (3 * pressure) + 0.4, jnp.float32(1), jnp.int32(0)
+    return lax.while_loop(lambda c: (c[1] > 1e-5 * c[0]) & (c[2] < 500), step, start)[0]
+
+
+def matching_pursuit(atoms: Any, signal: Any) -> Any:
+    """Weights of few atoms that add up to a signal (Mallat and Zhang 1993)."""
+
+    def step(carry: Any) -> Any:
+        rest, weights, count = carry
+        match = atoms.T @ rest
+        best = jnp.argmax(jnp.abs(match))
+        return rest - match[best] * atoms[:, best], weights.at[best].add(match[best]), count + 1
+
+    much = 0.05 * jnp.linalg.norm(signal)
+    going = lambda carry: (jnp.linalg.norm(carry[0]) > much) & (carry[2] < 500)
+    return lax.while_loop(going, step, (signal, jnp.zeros(atoms.shape[1]), jnp.int32(0)))[1]
+
+
+def _signals(n: int) -> tuple[Any, ...]:
+    """Of 1 to 24 atoms each."""
+    atoms = normal(64, 128, seed=1)
+    atoms /= jnp.linalg.norm(atoms, axis=0)
+    counts = integers(n, below=24) + 1
+    ranks = jnp.argsort(jnp.argsort(uniform(n, 128, seed=2), 1), 1)
+    return atoms, jnp.where(ranks < counts[:, None], normal(n, 128, seed=3), 0) @ atoms.T
+
+
+def _permutations(n: int) -> tuple[Any, ...]:
+    return (jnp.argsort(uniform(n, 10), 1).astype(jnp.int32),)
+
+
+_gases = lambda n: (uniform(n, low=0.7, high=3), 10 ** uniform(n, low=-2, high=1, seed=1))
+draft("search", "queens", queens, _permutations, 200)
+draft("nested loop", "walk down a tree", walks, _trees, 64)
+draft("root", "van der Waals", van_der_waals, _gases, 2048)
+draft("solver", "matching pursuit", matching_pursuit, _signals, 300, in_axes=(None, 0))

@@ -47,8 +47,8 @@ class Thresholds(NamedTuple):
     min_work: Nanoseconds = Nanoseconds(55 * LAUNCH)
     """Time of a step of all lanes next to which counting, leaving, and entering cost little.
 
-    `nests`: rejection sampling, elliptical slice, scan of whiles; search: Newton, Kepler, Cholesky
-    8."""
+    `nests`: rejection sampling, elliptical slice, scan of whiles; search: a convolution,
+    Sinkhorn."""
     min_branch_work: Nanoseconds = Nanoseconds(55 * LAUNCH)
     """The same of a branch, next to finding which lanes take it.
 

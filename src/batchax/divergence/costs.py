@@ -134,7 +134,8 @@ class Step:
         kept = kept_carries(body, len(consts))
         written = bytes_of(a for k, a in enumerate(body.out_avals) if k not in kept)
         changed = max(1, len(body.out_avals) - len(kept))
-        # What a lane by itself reads is copied once, before its steps. Programs: tree search.
+        # What a lane by itself reads is copied once, before its steps. These may be few, in a loop
+        # inside another. Search: walk down a tree.
         copied = Cost(bytes=2 * bytes_of(itertools.compress(consts, differs)))
         stepped = cost + Cost(bytes=2 * written)
         work = max(VECTORIZED.time(stepped), _LEAST)
@@ -150,7 +151,7 @@ class Step:
             masked=MASKED.time(stepped),
             # XLA for CPUs makes a function of each array that a step changes.
             beginning=launch_time(cost.launches + changed + len(tests)),
-            alone=Nanoseconds(ALONE.time(cost) + ALONE.time(copied) / STEPS + _STEP_ALONE),
+            alone=Nanoseconds(ALONE.time(cost) + ALONE.time(copied) / STEPS_INSIDE + _STEP_ALONE),
         )
 
     def masked_by(self, lanes: int) -> Nanoseconds:

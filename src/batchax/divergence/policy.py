@@ -264,7 +264,7 @@ def _flattened(width: int, nest: Nest, request: Request) -> Flattened:
 def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
     step, size, alike = loop.step, loop.lanes, least_lanes(loop.lanes, loop.jaxprs)
     few = _few_serial(t, loop, step)
-    if few >= size * min(1, _ALL_ALONE * (1 + step.moving / _FEW_STEPS)):
+    if few >= _ALL_ALONE * size:
         return Alone()
     few_left = few and not loop.bounded and _is_much(t, loop, step)
     tiled = _fits_tiles(t, size, loop.jaxprs)  # in tiles lanes wait for few others
@@ -319,7 +319,7 @@ def _of_the_last(
     widths, why = _widths(t, size, step, request, 1 if long else _ROOM)
     if t.explicit:
         return widths, why
-    much = step.work * size >= t.min_work
+    much = step.work * size >= t.min_work  # search: matching pursuit
     saves = size + step.overhead >= t.min_tail_gain * (widths[-1] + step.overhead)
     pays = saves and (much or long) and widths[-1] < size
     copied = not (much and loop.bounded)  # what ends such a loop has no other copy
@@ -595,10 +595,10 @@ PROBED, _MAX_SLOWDOWN, PROBED_GAIN = 4, 2.5, 0.8
 # What lanes may take one after another by the model, over what all take, masked, where cores divide
 # the step. Programs: van der Pol; search: 32 sines.
 _SERIAL_OF_CORES = 0.5
-# The share of all lanes that take one after another, by the model, as long as all take, masked. If
-# counts are equal, 0.6 of that time was measured. Search: insertion sort; programs: tree search,
-# where each lane takes few steps in a kernel.
-_ALL_ALONE = 0.75
+# All lanes run one after another if, by the model, this share of them takes no longer so than all
+# masked: the model is mostly too high for lanes alone (with equal counts 0.3 to 0.6 of it was
+# measured), but too low for sums. Search: queens, conjugate gradients of 64 lanes.
+_ALL_ALONE = 0.88
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 _FILL = 0.75  # of what it takes to begin its operations, as much work as a block of the last has
 _PAUSE = 8  # steps of all lanes before those that are left are counted: each count ends a kernel
@@ -608,7 +608,8 @@ _TAIL = 4
 # Operations that take as long to compile as what moves lanes to a branch and back; as windows, and
 # blocks with their derivatives.
 _TO_MOVE, _TO_TAKE_APART = 100, 600
-_LEFT = 8  # of so many lanes of a tile, or of a nested loop, one may be left
+# Of so many lanes of a tile, or of a nested loop, one may be left. Search: van der Waals.
+_LEFT = 8
 _VECTOR = 8  # lanes that a core computes at once
 # Steps of a loop, of one inside it in each of them, or of one around it, if their number is not
 # known. Rows: elliptical slice, NUTS.
