@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+import batchax as bx
+
 # Importing these fills the table.
 from benchmarks.libraries import games as games
 from benchmarks.libraries import networks as networks
@@ -95,9 +97,29 @@ def measured(program: Program, quick: bool) -> Iterator[Found]:
 
 
 def _same(got: Any, expected: Any) -> float:
-    """The share of numbers that are the same; NaN where the results have other shapes."""
-    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=False))
-    if any(np.shape(x) != np.shape(y) for x, y in pairs):
-        return np.nan
-    same = [np.isclose(x, y, _CLOSE, _CLOSE, equal_nan=True).ravel() for x, y in pairs]
+    """The share of numbers that are the same. Of padded rows, those of the rows are compared."""
+    is_rows = lambda x: isinstance(x, bx.Ragged)
+    pairs = zip(*(jax.tree.leaves(x, is_leaf=is_rows) for x in (got, expected)), strict=True)
+    same = [_close(*pair) for found, padded in pairs for pair in _alike(found, padded)]
     return float(np.mean(np.concatenate(same)))
+
+
+def _alike(found: Any, expected: Any) -> Iterator[tuple[Any, Any]]:
+    """Pairs of arrays of one shape: of rows, each with its part of what was computed by hand."""
+    if not isinstance(found, bx.Ragged) or isinstance(expected, bx.Ragged):
+        yield found, expected
+        return
+    rows, flat = list(found.rows()), np.asarray(expected)
+    if len(flat) == len(rows):  # padded
+        yield from (
+            (row, x[tuple(map(slice, np.shape(row)))]) for row, x in zip(rows, flat, strict=True)
+        )
+        return
+    # One after another. Between two rows there is their difference.
+    ends = np.cumsum([len(row) + 1 for row in rows]) - 1
+    yield from ((row, flat[end - len(row) : end]) for row, end in zip(rows, ends, strict=True))
+
+
+def _close(found: Any, expected: Any) -> np.ndarray:
+    assert np.shape(found) == np.shape(expected)
+    return np.isclose(found, expected, _CLOSE, _CLOSE, equal_nan=True).ravel()
