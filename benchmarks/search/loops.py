@@ -55,6 +55,26 @@ for _name, (_step, _shape, _lanes) in STEPS.items():
     draft("loop", _name, _counted(_step), _data, *_lanes)
 
 
+def _recurrent(count: Any, x: Any) -> Any:
+    inputs, inside, outside = normal(64, 4), normal(48, 16, seed=1) / 4, normal(48, 4, seed=2)
+
+    def step(carry: Any) -> Any:
+        at, state = carry
+        (r, u, c), (rs, us, cs) = (
+            jnp.split(m @ v, 3) for m, v in ((outside, inputs[at % 64]), (inside, state))
+        )
+        new = jnp.tanh(c + jax.nn.sigmoid(r + rs) * cs)
+        return at + 1, new + jax.nn.sigmoid(u + us) * (state - new)
+
+    return lax.while_loop(lambda carry: carry[0] < count, step, (jnp.int32(0), x))[1]
+
+
+_data = {
+    kind: lambda n, counts=counts: (counts(n), normal(n, 16)) for kind, counts in COUNTS.items()
+}
+draft("loop", "a GRU of 16", _recurrent, _data, 1024)
+
+
 def _bounded(count: Any, x: Any) -> Any:
     body = lambda carry: (carry[0] + 1, jnp.tanh(_matrix(64) @ carry[1]))
     start = jnp.int32(0), x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,21 +38,22 @@ class Inner(Body):
             return [*marks[: self.same], *[True] * (inputs - self.same)]
         carry = slice(self.same, self.same + self.carried)
         while True:
-            found = _depends(self.jaxpr, marks)[: self.carried]
+            marked = [v for v, mark in zip(self.jaxpr.invars, marks, strict=True) if mark]
+            found = map(depending(self.jaxpr, marked), self.jaxpr.outvars[: self.carried])
             merged = [a or b for a, b in zip(marks[carry], found, strict=True)]
             if merged == marks[carry]:
                 return marks
             marks[carry] = merged
 
 
-def _depends(program: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Returns which results depend on `inputs` that are marked."""
-    own = {v for v, mark in zip(program.invars, inputs, strict=True) if mark}
+def depending(program: Jaxpr, values: Iterable[Var]) -> Callable[[Atom], bool]:
+    """Returns a function that tests whether a value of a jaxpr depends on one of `values`."""
+    own = set(values)
     is_own = lambda v: not isinstance(v, Literal) and v in own
     for eqn in program.eqns:
         if any(map(is_own, eqn.invars)):
             own.update(eqn.outvars)
-    return list(map(is_own, program.outvars))
+    return is_own
 
 
 def programs_in(eqn: Eqn, integers: Mapping[Any, int] | None = None) -> list[Inner]:

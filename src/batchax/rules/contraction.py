@@ -15,6 +15,7 @@ from jax.interpreters import ad
 from jax.sharding import NamedSharding
 
 from batchax import _compat
+from batchax.analysis.inner import depending
 from batchax.jaxprs.bodies import with_inside
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
@@ -134,15 +135,15 @@ def _keeps_place(
     return False
 
 
-def _long_rows(matrix: Value, contracted: Sequence[int]) -> bool:
+_LONG, _LONG_WITH_INPUT = 32, 16
+
+
+def _long_rows(matrix: Value, contracted: Sequence[int], least: int = _LONG) -> bool:
     """Returns whether vectors are so long, before and after, that rows are as fast as columns."""
     # Columns are as wide as there are lanes: on a CPU, products take 0.5x to 0.9x the time for
     # vectors of 4 to 24, and 1.0x to 2.0x from 32 on.
     terms = math.prod(np.shape(matrix)[d] for d in contracted)
-    return min(terms, math.prod(np.shape(matrix)) // max(1, terms)) >= _LONG
-
-
-_LONG = 32
+    return min(terms, math.prod(np.shape(matrix)) // max(1, terms)) >= least
 
 
 StepLayout = Literal["as it is", "as jax.vmap", "rows", "columns"]
@@ -185,12 +186,23 @@ def has_long_rows(body: ClosedJaxpr, positions: Positions) -> bool:
     jaxpr = body.jaxpr
     shared = {v for v, a in zip(jaxpr.invars, positions, strict=True) if a is None}
     shared.update(jaxpr.constvars)
-    return any(
-        e.primitive is lax.dot_general_p
+    products = [
+        e
+        for e in jaxpr.eqns
+        if e.primitive is lax.dot_general_p
         and [v.aval.ndim for v in e.invars] == [2, 1]
         and e.invars[0] in shared
-        and _long_rows(e.invars[0].aval, e.params["dimension_numbers"][0][0])
-        for e in jaxpr.eqns
+    ]
+    # Where products of the state and of an input are added, one or the other is transposed in each
+    # step, which takes longer than rows do. Search: a GRU of 16.
+    is_computed = depending(jaxpr, [v for e in products for v in e.outvars])
+    carries = jaxpr.invars[-len(jaxpr.outvars) :]
+    state = [v for v, out in zip(carries, jaxpr.outvars, strict=True) if is_computed(out)]
+    is_of_state = depending(jaxpr, state)
+    of_state = [is_of_state(e.invars[1]) for e in products]
+    least = _LONG if all(of_state) else _LONG_WITH_INPUT
+    return any(
+        _long_rows(e.invars[0].aval, e.params["dimension_numbers"][0][0], least) for e in products
     )
 
 
