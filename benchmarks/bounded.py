@@ -229,19 +229,19 @@ def _page(results: Sequence[BoundedResult]) -> str:
 
 {summary(results)}
 
-Value and gradient, with respect to the first value and to the parameters, of one loop, not batched,
-that takes at most {MOST:,} steps and stops earlier:
+Value and gradient of an unbatched loop that takes at most {MOST:,} steps and stops earlier, with
+respect to its first value and its parameters:
 
-- *bx*: `bx.bounded_while`;
-- *Equinox*: `equinox.internal.while_loop(..., kind="checkpointed")`; *diffrax*, where the step is
-  one of an ODE solver: `diffeqsolve` with its default adjoint, `RecursiveCheckpointAdjoint`, and
-  constant steps, which stores more besides the state than the loop by hand does;
+- *bx*: `bx.bounded_while`.
+- *Equinox*: `equinox.internal.while_loop(..., kind="checkpointed")`.
+- *diffrax*, for a step of an ODE solver: `diffeqsolve` with its default adjoint and constant steps.
+  It stores more besides the state.
 - *scan*: a `lax.scan` of {MOST:,} steps that selects whether each counts.
 
-batchax and the other libraries store so many values that no step is recomputed more than once.
-Ratios are times over that of `bx`, above 1 where it is faster, with a 95% bootstrap interval; all
-run in one process, interleaved. *Temporaries* is what the compiled program allocates besides
-arguments and outputs; *compiling*, once, includes tracing: both in the order of the columns.
+batchax, Equinox, and diffrax store enough values to recompute each step at most once. Ratios are
+times over that of `bx`, with a 95% bootstrap interval: above 1, `bx` is faster. All run interleaved
+in one process. *Temporaries* (memory besides arguments and outputs) and *compiling* (once, with
+tracing) are in the order of the columns.
 
 {lines}
 """

@@ -29,7 +29,7 @@ def summary(results: Sequence[Result]) -> str:
     """What the numbers say, the worst cases by name, as a Markdown list."""
     same = [r for r in results if r.hlo == "same"]
     points = [
-        f"{len(results)} workloads; the optimised HLO is the same on {len(same)}"
+        f"{len(results)} workloads; the optimized HLO is the same on {len(same)}"
         + named((r for r in results if r.hlo != "same"), how_hlo_differs, "; not on"),
         f"Tracing takes {_median(r.trace for r in results)}x the time of `jax.vmap` at the "
         "median; longest"
@@ -103,14 +103,15 @@ def _page(results: Sequence[Result]) -> str:
 
 ![Ratios of tracing and run time for each workload](vmap.png)
 
-Both vmaps batch the same per-example function in one process, interleaved. Ratios are batchax's
-median over that of `jax.vmap`, below 1 where batchax is faster, with a 95% bootstrap interval.
-*Tracing* is `jax.make_jaxpr` of the batched function, traced again each time, in CPU time of
-its thread. *Running* is the compiled program, on the clock. *Equations* are those of the jaxpr
-and all programs inside it, batchax's first where they differ. *HLO* compares the optimised
-programs without names and source lines; "same operations" have another order or layout, and
-where the programs differ, the number of instructions follows.
-*Temporaries* is what the compiled program allocates besides arguments and outputs.
+Both vmaps batch the same function, interleaved in one process. Ratios are batchax's median over
+that of `jax.vmap`, with a 95% bootstrap interval: below 1, batchax is faster.
+
+- *Tracing*: `jax.make_jaxpr` of the batched function, in CPU time.
+- *Running*: the compiled program.
+- *HLO*: optimized programs without names and source lines. "same operations" differ in order or
+  layout. Where programs differ, their numbers of instructions follow.
+- *Equations*: those of the jaxpr and of all jaxprs inside, batchax's first where they differ.
+- *Temporaries*: memory besides arguments and outputs.
 
 {table(results)}
 """
@@ -157,7 +158,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
     _ratios(
         running,
         [r.run for r in results],
-        {"same optimised HLO": ("0.45", same), "another HLO": ("tab:orange", ~same)},
+        {"same optimized HLO": ("0.45", same), "another HLO": ("tab:orange", ~same)},
     )
     running.set_title("time to run, batchax / jax.vmap (log scale)", fontsize=10)
     families = [r.family for r in results]

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.chunks.measure import ChunkedResult, Measured
 from benchmarks.chunks.plot import plot
-from benchmarks.chunks.ways import KEEPING, LAX_MAP, OF_CHUNKS, OF_STEPS
+from benchmarks.chunks.ways import LAX_MAP, OF_CHUNKS, OF_STEPS
 from benchmarks.chunks.workload import GRADIENT, ScanWorkload
 from benchmarks.chunks.workloads import CURVE, EXAMPLE
 from benchmarks.report import interval, made_with, named, size
@@ -123,31 +123,25 @@ def _page(results: Sequence[ChunkedResult]) -> str:
 
 {_curve_section(curve)}## All workloads
 
-Every way is given the same per-example function, data and chunk size in one process, interleaved.
-Ratios are batchax's median time over that of the other way, below 1 where batchax is faster, with
-a 95% bootstrap interval; behind each, the *temporaries* of the other way: what its compiled
-program allocates besides arguments and outputs. Of batchax, the time, the temporaries, and those
-with twice the lanes if they differ.
+All ways get the same function, data, and chunk size, and run interleaved in one process. The column
+`bx.vmap` shows its time, its *temporaries* (memory besides arguments and outputs), and those with
+twice the lanes if they differ. Other cells show the time of `bx.vmap` over that way's, with a 95%
+bootstrap interval, and that way's temporaries. Below 1, `bx.vmap` is faster.
 
-- *forward*: the outputs for all lanes;
-- *gradient*: the cotangents of the arguments, given those of the outputs (`jax.vjp`);
-- *value and gradient*: both, as a step of training takes them. `lax.map` stores what the forward
-  pass computed for the backward pass; batchax, and `lax.map` with `jax.checkpoint`, compute it
-  again. optax and NetKet compute both at once, as they know the cotangents beforehand.
+- *forward*: the outputs for all lanes.
+- *gradient*: `jax.vjp` with given cotangents.
+- *value and gradient*: both, as in a training step. `lax.map` stores residuals. `bx.vmap`, and
+  `lax.map` with `jax.checkpoint`, recompute them. optax and NetKet compute both at once.
 
-The ways: `bx.vmap` with `batch_size`; the same with `{KEEPING.split(", ")[1]}`; `lax.map` with
-`batch_size`, shared arguments closed over, other axes than the leading one moved there and back;
-the same with the function in `jax.checkpoint`; optax's `micro_vmap`, and for gradients
-`microbatch` of the gradient of a chunk; NetKet's `vmap_chunked` and `vjp_chunked`; and `jax.vmap`
-of the whole batch. An empty cell: the library cannot do it (optax: remainders, and batch axes
-other than the leading one).
+`lax.map` gets axes other than the first moved to the front. optax runs `micro_vmap`, or
+`microbatch` for gradients. It does not support remainders and other axes. NetKet runs
+`vmap_chunked` and `vjp_chunked`. `jax.vmap` runs the whole batch.
 {absent}
 {_table(chunks)}
 
 ## Steps
 
-`bx.scan` where the steps are along the axes given, `lax.scan` with those axes moved to the front
-and back.
+`bx.scan` along the given axes, and `lax.scan` with those axes moved to the front and back.
 
 {_table(steps)}
 """

@@ -104,41 +104,41 @@ def _page(results: Sequence[EngineResult | Simulated]) -> str:
 
 ## Measured
 
-{WORKERS} workers on one machine, and units of {UNIT} s that sleep: there are too few CPUs to
-keep busy. *Overhead* is by how much longer a unit takes than that, from when all workers have
-begun to when all are done, by the times in the journal: the median, least and most of some runs.
-It is everything between one unit and the next: the engine, reading and writing a row, two syncs of
-the disk. *Task* is what the engine takes for one that does nothing.
+{WORKERS} workers run on one machine, with units that sleep for {UNIT} s. *Overhead* is the
+additional time for each unit, by the times in the journal: the median, the least, and the most of
+some runs. It includes the executor, reading and writing a row, and two syncs of the disk. *Task* is
+the executor's time for an empty task.
 
 | engine | overhead | task |
 | --- | ---: | ---: |
 {tasks}
 
-Threads of one process read ahead and write behind, so between units there is nothing; a worker of
-an engine reads, computes and writes one unit after another.
+Threads of one process read ahead and write behind. A worker of another executor reads, computes,
+and writes sequentially.
 
 ## Simulated
 
-{MANY:,} workers and {most:,} units, played through event by event ([the
-program](../../benchmarks/cluster/simulated.py)). Assumed: the times of units are spread
-log-normally around their mean; every {DEATHS:.0f} s on average a worker dies, loses what it was
-computing and what waited for it, and is back, compiled, after {BACK:.0f} s; one scheduler handles
-one task at a time, in the time that Dask was measured to take ({task * 1e3:.2f} ms); storage keeps
-up with everybody.
+[The program](../../benchmarks/cluster/simulated.py) simulates {MANY:,} workers and {most:,} units,
+event by event. It assumes:
+
+- The times of units are lognormal around their mean.
+- Every {DEATHS:.0f} s on average a worker dies, and loses its current and its waiting unit. It is
+  back, compiled, after {BACK:.0f} s.
+- One scheduler handles one task at a time, in the time measured for Dask ({task * 1e3:.2f} ms).
+- Storage is never the bottleneck.
 
 | | takes | longer than the work | recomputed units | scheduler busy |
 | --- | ---: | ---: | ---: | ---: |
 {cases}
 
-**What breaks first** is the scheduler. It hands out {1 / task if task else 0:,.0f} units a second
-at most, so {MANY:,} workers need units of {MANY * task:.1f} s or more: `commit_rows` says how
-many rows that is. Shards ask no scheduler, and their units may be as short as the disk likes.
+**The scheduler** breaks first. It sends at most {1 / task if task else 0:,.0f} units a second, so
+{MANY:,} workers need units of {MANY * task:.1f} s or more. `commit_rows` sets how many rows that
+is. Shards need no scheduler, so their units may be short.
 
-**Deaths** cost little: each loses two units at most, and what its worker does not do until it is
-back.
+**A death** loses at most two units, and the time until the worker is back.
 
-**The journal** has a line of about {_RECORD} bytes for each unit, in a file for each writer,
-synced by that writer alone. {most:,} units are {most * _RECORD / 2**30:.1f} GiB, and to go on
-with such a job, or to finish it, takes about {most * _READ:,.0f} s, and a kilobyte of memory for
-each: {most * 1024 / 2**30:,.0f} GiB. Beyond a million units, longer ones are better here, too.
+**The journal** has about {_RECORD} bytes for each unit, in a file for each writer. {most:,} units
+are {most * _RECORD / 2**30:.1f} GiB. To resume or finish such a job takes about
+{most * _READ:,.0f} s and {most * 1024 / 2**30:,.0f} GiB of memory. Beyond a million units, use
+longer units.
 """

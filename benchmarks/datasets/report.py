@@ -122,48 +122,46 @@ def _page(results: Sequence[Measured]) -> str:
 
 {summary(results)}
 
-[Functions of one row over datasets on disk](../guides/datasets.md). Everything of a function runs
-in one process, interleaved, and files of input are dropped from the system's memory before each.
-Seconds are medians, with the shortest and the longest in brackets. Where these are far apart, that
-is noise of the machine, of its disk or of what else runs on it: writing alone has it, too. Ratios
-are batchax's median over the other, with a 95% bootstrap interval.
+[Maps over datasets on disk](../guides/datasets.md). All ways run a function interleaved in one
+process, and input files are dropped from the page cache before each run. Seconds are medians, with
+the shortest and the longest in brackets. Where these differ much, the machine or its disk was busy.
+Ratios are batchax's median over the other, with a 95% bootstrap interval.
 
 ## Against reading, computing, and writing alone
 
-*Reading*, *computing* and *writing* are each done alone for all units, by the code that a map does
-them with: the same library, the same threads, the same syncs and checksums. *`bx.map`* is the
-seconds for all rows at its rate from when a quarter of them is done. Computing uses all cores, and
-reading and writing at the same time take some of their time.
+*Reading*, *computing*, and *writing* run alone for all units, with the code, threads, syncs, and
+checksums of `bx.map`. *`bx.map`* is the time for all rows at the rate after the first quarter.
+Computing uses all cores, so reading and writing at the same time slow it down.
 
 {limits}
 
 ## Against Dask, xarray, and Hugging Face datasets
 
-Whole calls, with what they trace and compile, until results are on the disk. All compute the same
-batches by `jit(vmap)`. Dask runs `map_blocks` on blocks of as many rows as a unit has, in threads,
-and xarray (`dask="parallelized"`) has Dask do it. Both write to a mapped file, flushed at the
-end. `datasets.map` reads and writes Arrow. Files in Zarr or Arrow are synced one by one. The second
-figure of a cell is the time of `bx.map` over that library's. Ways that take long have fewer turns.
-[What each of them does besides](../coming_from/dask_xarray_datasets.md).
+Whole calls, with tracing and compiling, until results are on disk. All compute the same batches
+with `jit(vmap)`. Dask runs `map_blocks` on blocks of a unit's rows, in threads. xarray uses Dask
+(`dask="parallelized"`). Both write to a mapped file, flushed at the end. `datasets.map` reads and
+writes Arrow. Files in Zarr or Arrow are synced one by one. The second figure in a cell is the time
+of `bx.map` over that library's. Slow ways have fewer turns.
+[What each of them also does](../coming_from/dask_xarray_datasets.md).
 
 {libraries}
 
 {after_kills}
 
-The second table is of calls each in a new process: once without a kill, and once after a call
-that was killed when half of that time was over.
+The second table shows calls in new processes: one without a kill, and one after a call that was
+killed halfway.
 
 ## Against loops by hand
 
-The loops read a slice of as many rows as a unit has, and compute it in batches of the same size as
-`bx.map`. They cannot resume.
+The loops read a unit's rows at a time, and compute batches of the same size as `bx.map`. They
+cannot resume.
 
 {loops}
 
-Files that are in the system's memory, and nothing but defaults: seconds of the shortest loop by
-hand (a memory map, `jit(vmap)`, a memory map, nothing synced), until the file is not mapped any
-more, and whole calls over it, with what they stage, compile and sync. Without a file of results
-they stay in memory; `bx.map_batches` hands them out to a loop that does nothing.
+Input files are in the page cache, and all options are defaults. Cells are seconds. The loop by hand
+is the shortest: memory maps and `jit(vmap)`, without syncs, until the file is unmapped. Calls of
+`bx.map` include tracing, compiling, and syncs. Without an output file, results stay in memory.
+`bx.map_batches` passes them to a loop that does nothing.
 
 {by_hand}
 """

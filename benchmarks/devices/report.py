@@ -22,12 +22,12 @@ def summary(results: Sequence[DeviceResult]) -> str:
     """What the numbers say, as a Markdown list."""
     every = [r.result for r in results]
     staged = sum(r.same for r in results)
-    optimised = sum(r.hlo == "same" for r in every)
+    optimized = sum(r.hlo == "same" for r in every)
     slower = [r for r in every if r.run.low > RUN_GOAL]
     traced = [r for r in every if r.trace.value > TRACE_GOAL]
     points = [
         f"{len(results)} workloads on {DEVICES} devices: the staged program is the same for "
-        f"{staged}, the optimised one for {optimised}"
+        f"{staged}, the optimized one for {optimized}"
         + named((r for r in every if r.hlo != "same"), how_hlo_differs, "; not for"),
         f"Slower than {RUN_GOAL}, beyond the interval" + named(slower, lambda r: interval(r.run)),
         f"Tracing takes more than {TRACE_GOAL}x the time"
@@ -74,23 +74,19 @@ def _page(results: Sequence[DeviceResult]) -> str:
 
 {summary(results)}
 
-[Lanes on several devices](devices.md) against what one writes by hand: `jax.shard_map` around
-`jax.vmap`, around `lax.map` with `batch_size` for chunks, around the gradient and a `psum` for a
-mean gradient. Uneven batches are filled up, and cut, by hand. The devices are {DEVICES} of a CPU
-(`--xla_force_host_platform_device_count`), which share its cores: run times compare the two sides,
-and say nothing of scaling. For that there are FLOPs, counted in the program that one device runs,
-each step of a loop as often as it runs, with 1, 2 and 4 devices.
+[`bx.vmap(mesh=)`](../guides/devices.md) is compared with `jax.shard_map` by hand: around
+`jax.vmap`, around `lax.map` for chunks, and around a gradient and a `psum`. Uneven batches are
+padded and cut by hand. The {DEVICES} devices share the cores of one CPU
+(`--xla_force_host_platform_device_count`), so run times do not show scaling. FLOPs do: those of the
+program of one device, with 1, 2, and 4 devices.
 
-Both sides run in one process, interleaved, on arguments that are where they are needed. Ratios are
-batchax's median over the other, with a 95% bootstrap interval. *Tracing* is `jax.make_jaxpr`,
-traced again each time, in CPU time of its thread: batchax stages the function, and emits the
-batched operations from that. *Staged* is `bx.same_program`; *HLO* compares the optimised programs
-without names and source lines. *Temporaries* is what the compiled program allocates on a device
-besides arguments and outputs, batchax first.
+Both sides run interleaved in one process, on arguments that are in place. Ratios are batchax's
+median over the other, with a 95% bootstrap interval. *Tracing* is `jax.make_jaxpr`, in CPU time.
+*Staged* is `bx.same_program`. *HLO* compares optimized programs without names and source lines.
+*Temporaries* are memory on a device besides arguments and outputs, batchax first.
 
-A gradient of what `vmap` returns is that of a whole `shard_map`, which JAX takes longer to trace
-than one inside, as the row by hand says, too ("of all"); gradients of each example are inside.
-Chunks are cut out of the batch where they are; `lax.map` reshapes the batch, and scans that.
+The gradient of a whole `shard_map` takes JAX longer to trace than one inside. The row by hand
+("of all") shows the same. batchax slices chunks out of the batch, and `lax.map` reshapes the batch.
 
 {table}
 """

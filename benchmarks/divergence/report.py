@@ -112,41 +112,33 @@ def _page(results: Sequence[DivergenceResult]) -> str:
 
 ![Time of each way over that of jax.vmap, and useful lane-steps](divergence.png)
 
-The same function of one example, for all lanes, in several ways:
+Each function of one example runs for all lanes in several ways:
 
-- *auto*: `bx.vmap(f)`, which runs lanes separately where that is never slower;
-- *compact*: `bx.vmap(f, divergence="compact")`, with nothing set by hand;
-- *jax.vmap*, and *predicate*, which is `bx.vmap(f, divergence="predicate")`: all lanes run until
-  the last is done, and run all branches; those that are done, or take another branch, are masked;
-- *lax.map*: one lane after the other;
-- *compaction by hand*: a loop that runs until half the lanes are done, and another of half as many
-  lanes for the others, and so on; *refill by hand*: a loop of 64 lanes, where in each step waiting
-  lanes refill the slots of those that are done; *by hand*, for branches: lanes sorted by branch, in
-  blocks of 64;
-- *uniform loop*: no way to compute this, but what as many lane-steps take where all lanes take
-  equally many.
+- *auto*: `bx.vmap(f)`.
+- *compact*: `bx.vmap(f, divergence="compact")`.
+- *jax.vmap*, and *predicate* (`divergence="predicate"`): all lanes run until the last is done, and
+  all lanes run all branches.
+- *lax.map*: lanes run sequentially.
+- *compaction by hand*: a loop until half the lanes are done, then one of half as many, and so on.
+- *refill by hand*: a loop of 64 lanes, where waiting lanes refill the slots of lanes that are done.
+- *by hand*, for branches: lanes sorted by branch, in blocks of 64.
+- *uniform loop*: the same number of lane-steps, where all lanes take equally many. It shows the
+  least time, and computes something else.
 
-All run in one process, interleaved. Figures are times over that of `jax.vmap`, below 1 where a way
-is faster, with a 95% bootstrap interval over the turns ({min(turns)} to {max(turns)}: slow
-workloads have few). *Useful* is the share of the lane-steps of
-compact that some lane needs, as `bx.LaneSteps` counts them, loops inside loops included; and after
-it the same of masked lanes: the steps of all lanes over the number of lanes times the steps of the
-slowest. Branches have no steps. *Compiling*, once, includes tracing; *temporaries* is what the
-compiled program allocates besides arguments and outputs: both of `jax.vmap`, of auto, and of
-compact.
+Figures are times over that of `jax.vmap`: below 1, the way is faster. Intervals are 95% bootstrap
+intervals over {min(turns)} to {max(turns)} interleaved turns.
 
-Two costs are not those of masking. `jax.vmap` gives each lane a copy of what branches take, here
-of weights that all share, where branches differ from lane to lane; *predicate* does not. And *in
-place* each step writes one element per lane, where `jax.vmap` copies the array, so that its time
-grows with the square of the length; on a CPU, XLA hands the steps of the longest arrays to several
-threads, which takes many times the time of the step itself, in all ways.
+- *Lanes*: on a GPU, {ON_A_GPU.times_lanes} times as many as names say.
+- *Useful*: the share of lane-steps that some lane needs, of compact (by `bx.LaneSteps`) and of
+  masked lanes. Branches have no steps.
+- *Compiling*: the time to trace and compile, of `jax.vmap`, auto, and compact. It is left out for
+  programs from a cache.
+- *Temporaries*: memory besides arguments and outputs, of the same three.
+- *Heavy-tailed counts*: 26 steps at the mean, and 2,000 for one lane. *Equal counts*: 27 steps.
+- *Gradient*: the value, and the gradient of the sum of squares of all results.
 
-*Lanes* is how many ran: on a GPU {ON_A_GPU.times_lanes} times as many as names say. Lanes do not
-run sequentially there. Of programs from a cache, *compiling* is left out.
-
-The heavy-tailed counts are those of 4,096 lanes, of which most take few steps, 26 at the mean, and
-one takes 2,000; the equal ones are 27. *Gradient* comes with the value, and is that of
-the sum of squares of all lanes' results.
+Two costs of `jax.vmap` are not those of masking. Where branches differ between lanes, it copies
+unbatched weights for each lane. In the rows *in place*, it copies the array in each step.
 
 {_table(results)}
 """

@@ -74,33 +74,29 @@ def _page(results: Sequence[NestResult]) -> str:
 
 ![Time of each way over that of jax.vmap, and the bound](nests.png)
 
-Each program is a function of one example: a loop of few, long steps, and in each of them a loop
-whose length lanes do not share. Under `jax.vmap` all lanes wait for the slowest at each of the
-outer steps. Columns are the time of a way over that of `jax.vmap`, below 1 where it is faster, with
-a 95% bootstrap interval over the turns ({min(turns)} to {max(turns)}), all in one process:
+Each program is a loop of few, long steps. Each step has a loop whose length differs between lanes.
+With `jax.vmap`, all lanes wait for the slowest lane in each outer step. Columns are times over that
+of `jax.vmap`: below 1, the way is faster. Intervals are 95% bootstrap intervals over {min(turns)}
+to {max(turns)} turns in one process.
 
-- *predicate*, *auto*, *compact*: `bx.vmap` with `divergence=` one of these; as it is, "auto";
-- *lax.map*: one lane after the other; *threads*: the same, with a part of the lanes on each core;
-- *other libraries*: for the same target, draws, chains and step sizes, by their code and with their
-  random numbers. [FSM-MCMC](https://github.com/HWDance/jax-fsm-mcmc) has samplers rewritten as
-  state machines by hand; NumPyro's chains are vectorized; BlackJAX's own are `jax.vmap`'s. The
-  auto batching of TensorFlow Probability has no back end for JAX.
-
-*Bound*: the steps of the innermost loop that the slowest lane takes in all, over those that masked
-lanes take, who wait at each step of all loops around. A way that runs all lanes masked cannot
-take fewer; one that also compacts them can. *Useful* is the share of the lane-steps of the
-innermost loop that some lane needs: of those with barriers, of those without, and, as
-`bx.LaneSteps` counts them, of those of compact (of all loops, where lanes wait). *First call* is
-tracing, compiling and running, once, in CPU time: seconds of `jax.vmap`, and how many times
-as long `bx.vmap` takes with each of the options. *Same*: the share of the outer steps, over all
-lanes, in which these three have the counts of `jax.vmap` and, to a thousandth, its results.
-Samplers and adaptive solvers are chaotic: where sums are rounded otherwise, chains part after some
-draws, and both are right.
+- *predicate*, *auto*, *compact*: `bx.vmap` with this `divergence=`. The default is "auto".
+- *lax.map*: lanes run sequentially. *threads*: the same, with a part of the lanes on each core.
+- *other libraries*: the same target, draws, chains, and step sizes, with that library's random
+  numbers. [FSM-MCMC](https://github.com/HWDance/jax-fsm-mcmc) writes samplers as state machines.
+- *bound*: the innermost steps of the slowest lane, over those that masked lanes take. A way that
+  masks all lanes cannot take less. A way that also compacts them can.
+- *useful*: the share of innermost lane-steps that some lane needs: with barriers, without, and in
+  compact, by `bx.LaneSteps`.
+- *first call*: CPU time to trace, compile, and run once: seconds of `jax.vmap`, and ratios of
+  predicate, auto, and compact.
+- *same*: the share of outer steps in which these three have the counts of `jax.vmap` and, to a
+  thousandth, its results. Samplers and adaptive solvers are chaotic, so chains that round
+  differently diverge after some draws. Both are right.
 
 {_table(results)}
 
-Lanes that are active, over the time of masked lanes in steps of the innermost loop, as counts tell;
-dotted, the mean share that `bx.LaneSteps` measured for compact:
+The share of active lanes over the innermost steps of masked lanes. The dotted line is the mean that
+`bx.LaneSteps` measured for compact:
 
 ![Share of lanes that are active over time, with barriers and without](nests-use.png)
 {_samplers(results)}"""
@@ -165,8 +161,8 @@ def _samplers(results: Sequence[NestResult]) -> str:
         rows.append([r.name, *("" if x is None else f"{x:.3g}" for x in speeds)])
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     return f"""
-Effective draws a second, of the coordinate that has the fewest, by BlackJAX's estimate from all
-chains. As many draws are taken of each sampler, none as warm-up.
+Effective draws per second of the coordinate with the fewest, by BlackJAX's estimate from all
+chains. There is no warm-up.
 
 {table}
 """

@@ -27,7 +27,7 @@ def summary(results: Sequence[Result]) -> str:
         points += [
             f"Against {way}, {len(chosen)} call{'s' * (len(chosen) > 1)}: tracing takes "
             f"{np.median([r.trace.value for r in chosen]):.2f}x the time at the median, the "
-            f"difference is {min(more):.2f} to {max(more):.2f} ms; the optimised HLO is the same "
+            f"difference is {min(more):.2f} to {max(more):.2f} ms; the optimized HLO is the same "
             f"for {same}"
             + named((r for r in chosen if r.hlo != "same"), how_hlo_differs, "; not for")
             + "; more equations"
@@ -69,28 +69,24 @@ def _page(results: Sequence[Result]) -> str:
 
 {summary(results)}
 
-What [declared ranks](auto_vmap.md) cost: each function is called with the same arguments under
-`bx.auto_vmap` and under what one would use without it. *in_axes by hand* is `jax.vmap`, nested
-where there are several batch dimensions, written for that one call. `jnp.vectorize` has no figures
-where an argument is a tree. {_autovmap()}
+Each function is called with the same arguments under `bx.auto_vmap`
+([declared ranks](../guides/auto_vmap.md)) and without it. *in_axes by hand* is `jax.vmap`, nested
+for several batch dimensions. `jnp.vectorize` does not support pytrees. {_autovmap()}
 
-Both sides run in one process, interleaved. Ratios are batchax's median over the other, below 1
-where batchax is faster, with a 95% bootstrap interval; other programs on the machine meet both
-sides alike, and widen it. *Tracing* is `jax.make_jaxpr`, traced again each time, in CPU time
-of its thread; the decorated function is made once. *Running* is the compiled program, on the clock.
-Where the HLO is the same, a ratio of run times is noise.
+Both sides run interleaved in one process. Ratios are batchax's median over the other, with a 95%
+bootstrap interval: below 1, batchax is faster.
 
-Neighbouring batch dimensions that the same arguments have become one, which takes a reshape for
-each argument and each output. The other ways keep them apart, and the compiled programs differ:
-reshapes are free by themselves, but the compiler may find another program around them. With the
-dimensions merged by hand it is the same. A product of matrices and vectors that share no batch
-dimension is one product under both vmaps, with the operands the other way round under `bx.vmap`:
-here that is a transposed copy of the matrices.
+- *Tracing*: `jax.make_jaxpr` of a function that was decorated before, in CPU time.
+- *Running*: the compiled program. Where the HLO is the same, the ratio is noise.
+- *HLO*: optimized programs without names and source lines. "same operations" differ in order or
+  layout. Where programs differ, their numbers of instructions follow.
+- *Equations*: those of the jaxpr and of all jaxprs inside, batchax's first where they differ.
+- *Temporaries*: memory besides arguments and outputs.
 
-Counts are of equations in the jaxpr and all programs inside it, with batchax's first where they
-differ. *HLO* compares the optimised programs without names and source lines; "same operations" have
-another order or layout, and where the programs differ, the number of instructions follows.
-*Temporaries* is what the compiled program allocates besides arguments and outputs.
+`bx.auto_vmap` merges adjacent batch dimensions that the same arguments have, by reshapes. XLA may
+then compile another program. With dimensions merged by hand, the program is the same. For matrices
+and vectors without a common batch dimension, `bx.vmap` swaps the operands of the product. Here that
+adds a transposed copy of the matrices.
 
 {table(results)}
 """

@@ -95,26 +95,23 @@ def _page(results: Sequence[RowResult]) -> str:
 
 ![Run time of each way, relative to bx.vmap of a Ragged](rows.png)
 
-{COUNT} rows of lognormal lengths: padded to the longest they hold {waste():.1f} elements for each
-true one. Those of the *longer tail* are 96, padded to {TAIL_BOUND}: {tail_waste():.1f} elements for
-each true one. The *transformer encoder* has 16 rows of mean length 64, the longest
-256, for which padding by hand is published to take 1.5x to 2.3x the time of PyTorch's nested
-tensors, and 1.6x the time of CoRa; those are figures of other machines. Where PyTorch is
-installed, its layer is run here too, of padded rows and of nested tensors, without derivatives and
-as it is: `torch.compile` of either takes minutes. *buckets=4* runs rows in so many size buckets.
-Images are ragged along two axes, and for convolutions to 8 channels their sizes are known while the
-program is compiled. Any other [ragged batch](../guides/ragged.md) goes through `bx.vmap` of the
-function of one row with lengths traced. *Padded by hand* computes on padded rows and masks what
-needs it; *packed by hand* computes on the elements one after another, with `jax.ops.segment_sum`
-for sums, where there is such a way; *a call for each row* is the compiled function called in a
-Python loop, compiled before for each length. Each way is given rows in the form that it takes, and
-leaves them so: what batchax takes to pad rows, or to find the row of each element, counts, and rows
-by hand come padded, or with the row of each element. *Gradient* is that of a sum of squares with
-respect to the weights.
+The {COUNT} rows have lognormal lengths. Padded to the longest, they hold {waste():.1f} elements for
+each true one. The 96 rows of the *longer tail*, padded to {TAIL_BOUND}, hold {tail_waste():.1f}.
+The *transformer encoder* has 16 rows of mean length 64, the longest 256. PyTorch's layer runs on
+padded rows and on nested tensors, without derivatives and `torch.compile`. Images are ragged along
+two axes. For convolutions to 8 channels, their sizes are known when the program is compiled. In all
+other programs, lengths are traced ([ragged batches](../guides/ragged.md)).
 
-All sides run in one process, interleaved. Ratios are batchax's median over the other, below 1
-where batchax is faster, with a 95% bootstrap interval. *Temporaries* is what the compiled programs
-allocate besides arguments and outputs, batchax's first.
+- *padded by hand*: computes on padded rows, and masks them where needed.
+- *packed by hand*: computes on all elements in one array, with `jax.ops.segment_sum` for sums.
+- *a call for each row*: a Python loop over the function, compiled before for each length.
+- *buckets=4*: rows run in four size buckets.
+- *gradient*: of a sum of squares with respect to the weights.
+
+Rows by hand are already padded, or have the row of each element. `bx.vmap` converts its rows in the
+measured time. Ratios are batchax's median over the other, with a 95% bootstrap interval: below 1,
+batchax is faster. All sides run interleaved in one process. *Temporaries* are memory besides
+arguments and outputs, batchax's first.
 
 {_table(results)}
 """

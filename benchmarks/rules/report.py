@@ -32,7 +32,7 @@ def summary(results: Sequence[Result]) -> str:
             slower = sorted((r for r in chosen if r.run.low > 1), key=lambda r: -r.run.value)
             larger = [r for r in chosen if r.ours.temporary_bytes > r.other.temporary_bytes]
             points.append(
-                f"{what}: the optimised HLO is the same for {same} of {len(chosen)}; slower beyond "
+                f"{what}: the optimized HLO is the same for {same} of {len(chosen)}; slower beyond "
                 "the interval"
                 + named(slower, lambda r: interval(r.run))
                 + "; more temporaries"
@@ -60,31 +60,26 @@ def _page(results: Sequence[Result]) -> str:
 
 {summary(results)}
 
-What [a batching rule of your own](custom_rules.md) costs by itself: the rule does what `bx.vmap`
-would have done, so both sides compute the same, from the same data, in one process, interleaved.
-Ratios are the median with the rule over that without, below 1 where the rule is faster, with a 95%
-bootstrap interval; what else the machine does meets both sides alike, and widens it. (LAPACK has
-separate threads: on a busy machine ratios of *linear solve* vary from run to run by more than
-their intervals.) *Tracing* is
-tracing and lowering (`jax.jit(...).lower`), again each time, in CPU time of its thread.
-*Running* is the compiled program, on the clock.
+The rule does what `bx.vmap` would have done, so both sides compute the same. They run interleaved
+in one process. Ratios are times with [the rule](../guides/custom_rules.md) over those without, with
+a 95% bootstrap interval: below 1, the rule is faster. LAPACK has separate threads, so *linear
+solve* varies by more than its intervals.
 
-- *call*, *gradient*: of one example, which no rule has a part in;
-- *vmap*, *gradient of vmap*: of all lanes, and of the sum of their results;
-- *vmap of gradient*: by the argument of which each lane has its own;
-- *vmap of gradient by what is shared*: by the other one. Each lane has its own cotangent of it; the
-  rule is run on one lane where that shares expensive work, else as if each had its own argument;
-- *vmap of tangents*: in the direction of the argument of which each lane has its own.
+- *call*, *gradient*: one example, where the rule does not run.
+- *vmap*, *gradient of vmap*: all lanes, and the gradient of the sum of their results.
+- *vmap of gradient*: with respect to the batched argument.
+- *vmap of gradient by what is shared*: with respect to the unbatched argument. The rule runs on one
+  lane where that shares expensive work.
+- *vmap of tangents*: in the direction of the batched argument.
 
-Gradients and tangents come with the value. A call that is differentiated computes the function
-again from its arguments: of straight-line operations the compiler finds those that occur twice, and
-keeps one; a loop it keeps twice. In the gradient of a vmap there is no call any more, but what the
-rule has made of it.
+Gradients and tangents come with the value. A differentiated call recomputes the function. XLA
+merges repeated straight-line operations, but not repeated loops. In the gradient of a vmap, the
+operations of the rule have replaced the call.
 
-Counts are of equations in the jaxpr and all programs inside it, with the rule first where they
-differ. *HLO* compares the optimised programs without names and source lines; where they differ,
-the number of instructions follows. *Temporaries* is what the compiled program allocates besides
-arguments and outputs.
+*Tracing* is `jax.jit(...).lower`, in CPU time. *Running* is the compiled program. *Equations* are
+those of the jaxpr and of all jaxprs inside, with the rule first where they differ. *HLO* compares
+optimized programs without names and source lines. Where they differ, their numbers of instructions
+follow. *Temporaries* are memory besides arguments and outputs.
 
 {table(results)}
 """

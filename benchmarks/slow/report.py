@@ -54,17 +54,16 @@ def _page(results: Sequence[Outcome]) -> str:
 
 {summary(results)}
 
-A program for one example, batched, is as fast as the batched form of each of its operations. Some
-of these are slow: people who need them fast write the program for the whole batch by hand. Here
-are both, and what `bx.vmap` makes of the function of one example, with no option but those named.
-All run in one process, interleaved. Ratios are of medians, on the clock, below 1 where `bx.vmap` is
-faster, with a 95% bootstrap interval. *Goal* is what was aimed at, of the program that it names.
-*First call* is tracing and compiling, in CPU time, over that of `jax.vmap`. *Temporaries* is
-what compiled programs allocate besides arguments and results: `jax.vmap`, by hand, `bx.vmap`. Of
-[rbg keys](https://docs.jax.dev/en/latest/jax.random.html), `jax.vmap` draws other numbers than each
-key draws by itself; `bx.vmap` draws the same.
+Some operations are slow when they are batched. People who need them fast write the program for the
+whole batch by hand ([benchmarks/slow](../../benchmarks/slow)). Here both are compared with
+`bx.vmap` of the function of one example, with no option except for those named.
 
-The programs by hand are in [benchmarks/slow](../../benchmarks/slow).
+All run interleaved in one process. Ratios are times of `bx.vmap` over the other's, with a 95%
+bootstrap interval: below 1, `bx.vmap` is faster. *Goal* is the intended ratio, and to which
+program. *First call* is CPU time to trace and compile, over that of `jax.vmap`. *Temporaries* are
+memory besides arguments and results: `jax.vmap`, by hand, `bx.vmap`. With
+[rbg keys](https://docs.jax.dev/en/latest/jax.random.html), `bx.vmap` draws what each key draws
+alone, and `jax.vmap` does not.
 
 {_table(results)}
 """
