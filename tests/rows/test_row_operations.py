@@ -25,7 +25,7 @@ def test_every_function_has_a_call():
 
 @pytest.mark.nightly
 def test_the_page_is_what_runs():
-    if jax.__version__ in PAGE.read_text().split("has one of these")[0]:
+    if jax.__version__ in PAGE.read_text().split("compiles one of these")[0]:
         assert PAGE.read_text() == page(), "run `make docs`"
 
 

@@ -378,8 +378,8 @@ def kind_of(fun):
 PAGE = """# Supported operations on variable-length rows
 
 *Which functions of `jax.numpy` work on a row of a [`Ragged`](../guides/ragged.md)?*
-With known lengths, all below do: where there is no program for any length, rows of one length run
-together. With traced lengths, under `jit`, a call of JAX {version} has one of these:
+With known lengths, all below do: rows of one length run together where needed.
+With traced lengths, under `jit`, JAX {version} compiles one of these:
 
 - **any length**: one program for rows of any length, packed or padded;
 - **all but few**: one program, and others for a few lengths that the function distinguishes;
@@ -387,16 +387,13 @@ together. With traced lengths, under `jit`, a call of JAX {version} has one of t
 
 {counts}
 
-`make docs` writes this page. Tests compare each call with the row alone. `x` and `y` are floats of
-shape `(n,)`; `p` is between 0 and 1; `i` are ints, `b` bools, `c` complex numbers; `m` has shape
-`(n, 3)`, `t` `(3, n)`; `s` is symmetric, of shape `(n, n)`; `n` is the length, `f` the function.
+`make docs` writes this page. Tests compare each function with the row alone.
 """
 
 
 def page():
     """The page of all of them."""
     results = ran()
-    by_name = calls()
     kinds = ("any", "parted", "each", "refused")
     lines = ["| module | functions | any length | all but few | each length | not supported |"]
     lines += ["| --- | --- | --- | --- | --- | --- |"]
@@ -417,23 +414,31 @@ def page():
         ("refused", "Not supported"),
         ("each", "A program for each length"),
         ("parted", "One program for all but few lengths"),
+        ("any", "One program for any length"),
     ):
-        names = [name for name, own in results.items() if own == kind]
-        if names:
-            text += f"\n## {title}\n\n| function | call |\n| --- | --- |\n"
-            shown = {name: by_name[name].replace("|", "\\|") for name in names}
-            text += "".join(f"| `{name}` | `{call}` |\n" for name, call in shown.items())
-    text += "\n## One program for any length\n"
-    for title in MODULES:
-        names = [
-            f"`{name.rpartition('.')[2]}`"
-            for name, own in results.items()
-            if own == "any" and name.rpartition(".")[0] == title
-        ]
-        text += f"\n<details><summary>{title}: {len(names)}</summary>\n\n"
-        text += textwrap.fill(", ".join(names), 120, break_on_hyphens=False) + "\n\n</details>\n"
+        if kind in results.values():
+            text += f"\n## {title}\n" + "".join(_of_module(m, kind, results) for m in MODULES)
     text += "\n## Functions that do not take a row\n\n| functions | why |\n| --- | --- |\n"
     reasons = {why: [] for why in NO_ROWS.values()}
     for name, why in NO_ROWS.items():
         reasons[why].append(f"`{name}`")
     return text + "".join(f"| {', '.join(names)} | {why} |\n" for why, names in reasons.items())
+
+
+def _of_module(module, kind, results):
+    """The names of its functions that run so, folded up if they are many."""
+    names = [
+        f"`{name.rpartition('.')[2]}`"
+        for name, own in results.items()
+        if own == kind and name.rpartition(".")[0] == module
+    ]
+    if not names:
+        return ""
+    if len(names) < 30:
+        return "\n" + _wrapped(f"{module}: {', '.join(names)}")
+    head = f"\n<details><summary>{module}: {len(names)}</summary>\n\n"
+    return f"{head}{_wrapped(', '.join(names))}\n</details>\n"
+
+
+def _wrapped(text):
+    return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
