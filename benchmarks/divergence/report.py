@@ -96,9 +96,8 @@ def _in_words(rows: Sequence[_Row]) -> str:
     median = np.median([r.run.value for r in rows])
     slow = sorted((r for r in rows if r.run.low > 1), key=lambda r: -r.run.value)
     fast = sum(r.run.high < 1 for r in rows)
-    return (
-        f"{figures(median)} at the median; shorter beyond the interval {fast} of {len(rows)}, "
-        "longer beyond it" + named(slow, lambda r: ratio(r.run))
+    return f"{figures(median)} at the median; faster: {fast} of {len(rows)}; slower" + named(
+        slow, lambda r: ratio(r.run)
     )
 
 
@@ -126,7 +125,8 @@ Each function of one example runs for all lanes in several ways:
   least time, and computes something else.
 
 Figures are times over that of `jax.vmap`: below 1, the way is faster. Intervals are 95% bootstrap
-intervals over {min(turns)} to {max(turns)} interleaved turns.
+intervals over {min(turns)} to {max(turns)} interleaved turns. *Faster* and *slower* count rows
+whose interval excludes 1.
 
 - *Lanes*: on a GPU, {ON_A_GPU.times_lanes} times as many as names say.
 - *Useful*: the share of lane-steps that some lane needs, of compact (by `bx.LaneSteps`) and of

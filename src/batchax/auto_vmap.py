@@ -63,7 +63,7 @@ def auto_vmap(  # pyright: ignore[reportOverlappingOverload] - a rank may be of 
 ) -> _Decorator: ...
 @_compat.api_boundary
 def auto_vmap(*ranks: RankTree, **named: Any) -> Callable[..., Any]:
-    """Maps a function of known ranks over any leading batch dimensions, as NumPy's functions do.
+    """Maps a function of known ranks over all leading batch dimensions, as NumPy does.
 
     Example:
       >>> @bx.auto_vmap(s=0, v=1, m=2)

@@ -58,7 +58,7 @@ def bounded_while(
     *,
     progress: bool | Callable[[int, int], Any] = False,
 ) -> Tree:
-    """Runs a ``lax.while_loop`` of at most `max_steps` steps, with reverse-mode derivatives.
+    """Runs a ``while_loop`` of at most `max_steps` steps, with reverse mode.
 
     Example:
       >>> def sqrt(a):  # Newton's method

@@ -43,8 +43,8 @@ def check_rule(
       >>> bx.check_rule(total, jnp.ones(3))
 
     For test suites. It runs the rule with every combination of batched arguments, along the first
-    and the last axis, compiled and not, under a second vmap, and with derivatives of both modes and
-    of second order. It raises at the first difference.
+    and the last axis, compiled and not. It also runs the rule under a second vmap, and with
+    derivatives of both modes and of second order. It raises at the first difference.
 
     Args:
       fun: A `custom_vmap` function, or any function that `vmap` can batch.

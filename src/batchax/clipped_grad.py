@@ -54,7 +54,7 @@ def clipped_grad(
     grad: Callable[..., Callable[..., Any]] = jax.grad,
     **options: Unpack[MoreOptions],
 ) -> Batched[P, ClippedSum, ClippedSum]:
-    """Sums the per-example gradients, each clipped to the norm `max_norm`, as DP-SGD does.
+    """Sums per-example gradients, each clipped to norm `max_norm`, as in DP-SGD.
 
     Example:
       >>> def loss(w, x, y):  # of one example

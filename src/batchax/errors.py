@@ -20,7 +20,7 @@ class BatchaxError(Exception):
 
 
 class AxisError(BatchaxError, ValueError):
-    """Reports an axis, size, or axis specification that does not fit; a ``ValueError``.
+    """Reports an axis, size, or specification that does not fit; a ``ValueError``.
 
     Example:
       >>> bx.vmap(lambda x, y: x + y)(jnp.ones(3), jnp.ones(4))
@@ -43,7 +43,7 @@ class ArgumentTypeError(BatchaxError, TypeError):
 
 
 class OptionError(BatchaxError, ValueError):
-    """Reports an option with an unknown word or a number out of range; a ``ValueError``.
+    """Reports an option with an unknown or out-of-range value; a ``ValueError``.
 
     Example:
       >>> bx.Reduce("avg")
@@ -86,7 +86,7 @@ class StorageError(BatchaxError, OSError):
 
 
 class JobError(BatchaxError, RuntimeError):
-    """Reports a job of another call, a job in use, or a damaged job; a ``RuntimeError``.
+    """Reports a job that is damaged, in use, or of another call; a ``RuntimeError``.
 
     The existing output is unchanged.
 

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 def find_nonfinite(
     fun: Callable[P, Any], in_axes: AxesTree = 0, **options: Unpack[Options]
 ) -> Batched[P, NonFinite, NonFinite]:
-    """Runs a function over a batch, and finds the origins of NaN and infinity in each lane.
+    """Finds the origins of NaN and infinity in each lane of a batch.
 
     Example:
       >>> def f(x):
@@ -37,10 +37,10 @@ def find_nonfinite(
       2 nan sqrt
 
     For each lane with a non-finite result, it reports the equation that computed the first
-    non-finite value on the way to it, with the source line, the iteration of loops, and for the
-    first few lanes the operands; or the argument that contained it. Infinities that do not reach an
-    output, such as those of a mask, are not reported. Calls of functions with custom batching rules
-    are one equation.
+    non-finite value on the way to it, or the argument that contained it. The report has the source
+    line, the iteration of loops, and the operands of the first few lanes. Infinities that do not
+    reach an output, such as those of a mask, are not reported. A call of a function with a custom
+    batching rule is one equation.
 
     Args:
       fun: A function of one example, as for `vmap`. Or, without other arguments, the result of

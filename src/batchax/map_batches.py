@@ -47,7 +47,7 @@ def map_batches(
     small_matrices: Literal["auto", "library", "vectorized"] = "auto",
     retries: int = 2,
 ) -> Batches:
-    """Applies a function of one row to a dataset, and iterates over batches of results.
+    """Applies a function of one row to a dataset, and yields batches of results.
 
     Example:
       >>> def lengths():

@@ -20,7 +20,7 @@ from batchax.jaxprs.types import Tree
 
 @dataclass(frozen=True)
 class Comparison:
-    """Holds the result of `same_program`: whether two programs are the same, and their difference.
+    """Holds the result of `same_program`: whether two programs are the same.
 
     A comparison is true if they are the same. Its text lists the operations or the difference.
 
@@ -64,11 +64,15 @@ def same_program(f: Callable[..., Any], g: Callable[..., Any], /, *args: Tree) -
       >>> print(bx.same_program(bx.vmap(f, (None, 0)), by_hand, M, vs))
       the same program: dot_general, tanh, reduce_sum
 
-    Both functions are traced, and nothing is computed. The comparison ignores names, calls
-    (``jit``, ``checkpoint``, custom derivatives), unused and repeated equations, the order of
-    operands that commute, transposes that cancel or that the next operation absorbs, axes of size
-    one, and weak types. It compares constants by value, and loops, branches, and ``shard_map`` by
-    their bodies.
+    Both functions are traced, and nothing is computed. The comparison ignores:
+
+    - names, and calls (``jit``, ``checkpoint``, custom derivatives);
+    - unused and repeated equations;
+    - the order of operands that commute;
+    - transposes that cancel, or that the next operation absorbs;
+    - axes of size one, and weak types.
+
+    It compares constants by value, and loops, branches, and ``shard_map`` by their bodies.
 
     Functions with the same program compute the same, up to the order of additions. Functions with
     different programs may still compute the same.

@@ -29,10 +29,11 @@ def sequential_vmap(fun: Callable[P, R]) -> custom_vmap[P, R]:
       >>> print(bx.vmap(lambda x: largest(jnp.outer(x, x)))(jnp.ones((4, 3))))
       [3. 3. 3. 3.]
 
-    For functions that need too much memory for several lanes, whose effects must run in order, or
-    that do less work for one lane than for many (a branch that is not taken, a loop that ends
-    early). Unlike ``jax.custom_batching.sequential_vmap``, it has a reverse mode, which stores the
-    arguments of all lanes and recomputes each lane. Effects run in the order of the lanes.
+    Use it for functions that need too much memory for several lanes, or whose effects must run in
+    order. It also helps where one lane needs less work than many, as in a branch that is not taken
+    or a loop that ends early. Unlike ``jax.custom_batching.sequential_vmap``, it has a reverse
+    mode, which stores the arguments of all lanes and recomputes each lane. Effects run in the order
+    of the lanes.
 
     Args:
       fun: A function of one example, with arguments as for `custom_vmap`.

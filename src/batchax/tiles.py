@@ -101,7 +101,7 @@ def tiles(
     axis: int = 0,
     last: Literal["error", "short"] = "error",
 ) -> Tiles:
-    """Maps over blocks of an axis (`in_axes`), or joins blocks along an axis (`out_axes`).
+    """Maps over blocks of an axis (`in_axes`), or joins blocks (`out_axes`).
 
     Example:
       >>> def attention(x):  # tokens attend to those of their block

@@ -19,7 +19,7 @@ _lock = threading.Lock()
 
 
 class LaneSteps:
-    """Counts the steps of lanes in the loops of ``vmap(..., divergence=Compact(steps=...))``.
+    """Counts the steps of lanes in loops, as the `steps` of a `Compact`.
 
     A loop that holds `w` lanes runs `w` lane-steps in each iteration. Those of lanes that are not
     done are useful. Steps are counted while programs run, compiled ones too, and added up until
@@ -92,7 +92,7 @@ class LaneSteps:
 @_compat.api_boundary
 @dataclass(frozen=True)
 class Compact:
-    """Configures the compaction of diverging lanes, for ``vmap(..., divergence=Compact(...))``.
+    """Configures ``divergence=`` of `vmap`: how diverging lanes are compacted.
 
     Attributes:
       width: The number of lanes that a loop holds at a time once some are done, and of lanes that

@@ -34,7 +34,7 @@ from batchax.vmap import MoreOptions, find_vmap, vmap
 
 
 class Explanation(Account):
-    """Describes how a function was batched and what that costs: the result of `explain`.
+    """Describes how a function was batched and what it costs, from `explain`.
 
     ``str()`` has the most expensive findings and operations, in about 60 lines. `details` returns
     all of them. `to_html` writes a page, which a notebook displays.
@@ -124,7 +124,7 @@ def explain(
     time_limit: float = 60.0,
     **vmap_options: Unpack[MoreOptions],
 ) -> Batched[P, Explanation, Explanation]:
-    """Explains how ``batchax.vmap`` batches a function, what that costs, and what to change.
+    """Explains how `vmap` batches a function, what that costs, and what to change.
 
     Example:
       >>> def f(M, v):

@@ -270,7 +270,7 @@ def register_container(
     batch_axes: Callable[[Any, Any], Sequence[Any]] | None = None,
     spec_type: type = int,
 ) -> None:
-    """Registers a type whose batch axis is not an array axis, for `vmap` and ``jax.vmap``.
+    """Registers a type whose batch axis is not an array axis, for both vmaps.
 
     In the functions below, `spec` is the entry of the user for the container in ``in_axes`` or
     ``out_axes``: an instance of `spec_type`, or None in ``out_axes`` for arrays without a batch

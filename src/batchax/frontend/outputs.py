@@ -42,7 +42,7 @@ from batchax.kernel.registry import describe_returned
 
 
 class _Auto:
-    """Gives an output in `out_axes` batch axis 0 if it depends on the batch, and none otherwise.
+    """Gives an output batch axis 0 if it depends on the batch, and else no axis.
 
     In `batch_jaxpr`, the batch axis may be at any position.
 

@@ -169,7 +169,7 @@ def match_axis(
     *,
     sum_match: bool = False,
 ) -> Value:
-    """Moves the batch axis of `x` to `destination`, or repeats `x` along it if it has none.
+    """Moves the batch axis of `x` to `destination`, or adds one by repeating `x`.
 
     Args:
       axis: The axis that a rule is called for.
@@ -209,7 +209,7 @@ def match_axis(
 
 
 def axis_to_front(axis: Axis, x: Value, source: Position) -> Value:
-    """Moves the batch axis of `x` to the front, or repeats `x` along it if it has none.
+    """Moves the batch axis of `x` to the front, or adds one by repeating `x`.
 
     Args:
       axis: The axis that a rule is called for.

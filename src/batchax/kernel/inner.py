@@ -104,7 +104,7 @@ class _Placement(enum.Enum):
 ANYWHERE: Any = _Placement.ANYWHERE
 ZERO_IF_MAPPED: Any = _Placement.ZERO_IF_MAPPED
 ZERO_IF_MAPPED.__doc__ = """\
-Gives an output in `out_axes` of `batch_jaxpr` batch axis 0 if it has one, and none otherwise.
+Moves the batch axis of an output of `batch_jaxpr` to 0, if it has one.
 
 Example:
   >>> program = jax.make_jaxpr(lambda w, x: (2 * w, x.sum()))(1.0, jnp.ones(3))

@@ -599,7 +599,7 @@ def broadcasting(primitive: Primitive) -> None:
 
 
 def reducing(primitive: Primitive, neutral: object = None) -> None:
-    """Registers a primitive as one that removes the dimensions in its parameter `axes`.
+    """Registers a primitive that removes the dimensions in its parameter `axes`.
 
     Args:
       primitive: A primitive of one operand, or of several of one shape.

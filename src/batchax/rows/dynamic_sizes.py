@@ -355,9 +355,9 @@ def nonzero(condition: Value, *, max_size: int | None = None) -> tuple[Any, ...]
 
 @_compat.api_boundary
 def unique(x: Value, *, max_size: int | None = None) -> jax.Array:
-    """Finds the distinct elements of `x`, sorted, as ``numpy.unique``. NaN occurs once.
+    """Finds the sorted, distinct elements of `x`, as ``numpy.unique`` does.
 
-    Under `vmap`, their number differs between lanes, as for `compress`.
+    NaN occurs once. Under `vmap`, their number differs between lanes, as for `compress`.
 
     Args:
       x: An array, which is flattened.
@@ -445,7 +445,7 @@ def _no_array(x: Value, called: str, name: str) -> ArgumentTypeError:
 
 @jax.tree_util.register_pytree_node_class
 class OutputRows:
-    """Returns no row, one, or several rows of output from a function of one row, for `map`.
+    """Holds the zero or more output rows that a function of one row returns to `map`.
 
     The output is a folder of Parquet files. Columns that `map` copies (``keep=``) repeat with the
     rows.

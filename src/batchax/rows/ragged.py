@@ -100,7 +100,7 @@ for _name, _operator in _OPERATORS.items():
 @_compat.api_boundary
 @jax.tree_util.register_pytree_with_keys_class
 class Ragged(Converters, Selecting, NoArray, BatchOfRows):
-    """Holds variable-length rows: the elements of all rows in one array, and their lengths.
+    """Holds variable-length rows: all elements in one array, and the lengths.
 
     Example:
       >>> x = bx.Ragged(jnp.arange(6.0), lengths=[1, 3, 2])
