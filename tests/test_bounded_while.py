@@ -369,7 +369,7 @@ MISTAKES = {
         "cond_fun": (lambda: bx.bounded_while(1, id, 0, 3), "as cond_fun"),
         "max_steps": (
             lambda: bx.bounded_while(bool, abs, 0, 2.0),
-            "max_steps must be a non-negative int, got 2.0 of type float",
+            "max_steps must be a non-negative int of .*, got 2.0 of type float",
         ),
         "no array": (
             lambda: bx.bounded_while(lambda c: True, lambda c: c, {"a": "text"}, 3),
@@ -387,6 +387,10 @@ MISTAKES = {
             lambda: bx.bounded_while(lambda c: True, lambda c: (c,), 0.0, 3),
             r"must have the structure",
         ),
+        "no array returned": (
+            lambda: bx.bounded_while(lambda c: True, lambda c: "text", 0.0, 3),
+            "that '<lambda>' returns is of type str, not an array",
+        ),
         "type": (
             lambda: bx.bounded_while(
                 lambda c: True, lambda c: (c[0], c[0]), (0.5, jnp.int32(1)), 3
@@ -395,7 +399,11 @@ MISTAKES = {
         ),
     },
     bx.OptionError: {
-        "fewer than none": (lambda: bx.bounded_while(bool, abs, 0, -1), "non-negative int, got -1")
+        "fewer than none": (
+            lambda: bx.bounded_while(bool, abs, 0, -1),
+            "non-negative int of .* -1",
+        ),
+        "too many": (lambda: bx.bounded_while(bool, abs, 0, 2**31), "at most 2,147,483,647"),
     },
 }
 

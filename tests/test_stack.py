@@ -97,6 +97,7 @@ REFUSED = {
         lambda: bx.stack([{"a": X}, {"a": X}, {"a": X, "b": X}]),
         "trees[0] has no leaf ['b'], which trees[2] has",
     ),
+    "a number for a list": (lambda: bx.stack(X[0]), "stack expects a list of trees, got an array"),
     "a list and a tuple": (
         lambda: bx.stack([[X, X], (X, X)]),
         "trees[1] has the structure PyTreeDef((*, *)), but trees[0] PyTreeDef([*, *])",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import jax
+import numpy as np
 from jax.extend.core.primitives import while_p
 from jax.interpreters import ad
 
@@ -96,7 +97,7 @@ def bounded_while(
       The carry after the last step.
 
     Raises:
-      OptionError: (a ValueError) `max_steps` is negative.
+      OptionError: (a ValueError) `max_steps` is negative, or more than 32 bits hold.
       ArgumentTypeError: (a TypeError) `cond_fun` or `body_fun` is not callable, `max_steps` is not
         an int, `cond_fun` does not return a truth value, or `body_fun` changes the structure,
         shapes, or dtypes of the carry.
@@ -110,7 +111,7 @@ def bounded_while(
     for name, fun in (("cond_fun", cond_fun), ("body_fun", body_fun)):
         if not callable(fun):
             raise ArgumentTypeError(f"bounded_while expects functions, got {show(fun)} as {name}.")
-    check_count("max_steps", max_steps)
+    check_count("max_steps", max_steps, most=np.iinfo(np.int32).max)
     callback = find_progress(progress, body_fun, "steps")
     advice = "let cond_fun and body_fun close over other objects"
     carry, structure = flatten_carry(init_val, "init_val", "bounded_while", advice)

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
-from batchax.errors import AxisError
+from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.batched import Batched
 from batchax.frontend.options import check_callable, check_count, wraps
 from batchax.jaxprs.types import Tree, Value, Values
@@ -47,7 +48,8 @@ def host_function(
       ``custom_vmap(...).def_jvp`` or `def_vjp`, or ``jax.custom_jvp``.
 
     Raises:
-      ArgumentTypeError: (a TypeError) `fun` is not callable or `threads` is not an int.
+      ArgumentTypeError: (a TypeError) `fun` is not callable, `threads` is not an int, or `out_type`
+        has a dtype that is not one of numbers.
       AxisError: (a ValueError) a result does not have the structure or shape of `out_type`, which
         JAX reports with its own type.
       OptionError: (a ValueError) `threads` is less than one.
@@ -78,6 +80,11 @@ def host_function(
 
 def _type(x: Value) -> jax.ShapeDtypeStruct:
     t = x if hasattr(x, "dtype") else jax.typeof(x)
+    if not (jnp.issubdtype(t.dtype, np.number) or t.dtype == bool):
+        raise ArgumentTypeError(
+            f"out_type of host_function has the dtype {t.dtype}. The host returns numbers and "
+            "truth values: pass one of their dtypes, for random keys that of jax.random.key_data."
+        )
     return jax.ShapeDtypeStruct(t.shape, t.dtype)
 
 

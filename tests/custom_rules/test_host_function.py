@@ -127,6 +127,11 @@ def test_results_that_do_not_fit(wrong, message):
         ),
         (lambda: bx.host_function(abs, 1.0, threads=2.0), bx.ArgumentTypeError, "positive int"),
         (lambda: bx.host_function(abs, 1.0, threads=True), bx.ArgumentTypeError, "positive int"),
+        (
+            lambda: bx.host_function(abs, jax.random.key(0))(1.0),
+            bx.ArgumentTypeError,
+            "out_type of host_function has the dtype key<fry>",
+        ),
     ],
 )
 def test_wrong_options(make, error, message):

@@ -148,6 +148,7 @@ def test_no_rows():
     ("args", "options", "match"),
     [
         (("t.parquet:x",), {"out": "y/", "keep": "id"}, "keep must be a list"),
+        (("t.parquet:x",), {"out": "y/", "keep": X}, "keep must be a list"),
         (("t.parquet:x",), {"out": "y/", "keep": ["idd"]}, "no column 'idd' .* there are: x, id"),
         ((X,), {"out": "y/", "keep": ["id"]}, r"keep: 'id' .*none is a column .*keep=\{'id'"),
         (("t.parquet:x",), {"out": "y.zarr", "keep": ["id"]}, r"keep\['id'\].*string.*y.parquet"),

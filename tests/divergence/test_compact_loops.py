@@ -56,7 +56,7 @@ def check(fun, *args, in_axes=0, out_axes=0, divergence=NARROW, derivatives=True
 
 
 def test_lanes_leave():
-    widths = {f"{width}": bx.Compact(width=width) for width in [1, 8, 22, 23, 100, None]}
+    widths = {f"{width}": bx.Compact(width=width) for width in [1, np.int64(8), 22, 23, 100, None]}
     check(power, COUNTS, POINTS, divergence=widths, derivatives=False)
     check(power, COUNTS, POINTS, divergence=bx.Compact(width=3))
 

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +186,9 @@ def test_limits_are_bytes_or_text(text, count):
     assert parse_limit(text) == count
 
 
-@pytest.mark.parametrize("limit", ["much", "2 XB", "", 0, -5, True, [1], "-1GB"])
+@pytest.mark.parametrize(
+    "limit", ["much", "2 XB", "", 0, -5, True, [1], "-1GB", math.inf, math.nan]
+)
 def test_other_limits_are_refused_when_vmap_is_called(limit):
     error = bx.ArgumentTypeError if limit in (True, [1]) else bx.OptionError
     with pytest.raises(error, match=r'memory_limit .* "2GiB"'):

@@ -329,6 +329,8 @@ def test_what_is_refused_by_name():
         bx.vmap(jnp.sin, mesh=(mesh, "c"))
     with pytest.raises(bx.AxisError, match=r"the mesh has the axis 'devices'; .* over 'c'"):
         bx.vmap(jnp.sin, mesh=(jax.sharding.Mesh(jax.devices()[:1], ("devices",)), "c"))
+    with pytest.raises(bx.AxisError, match="spread over array"):
+        bx.vmap(jnp.sin, mesh=(mesh, np.array(["a", "b"])))
     with pytest.raises(bx.AxisError, match="each once"):
         bx.vmap(jnp.sin, mesh=(mesh, ("a", "a")))
     with pytest.raises(bx.ArgumentTypeError, match="got 4 of type int"):

@@ -157,6 +157,10 @@ def test_moving_and_matching_axes():
     for call, message in wrong:
         with pytest.raises(bx.AxisError, match=message.replace("(5, 3)", r"\(5, 3\)")):
             call()
+    with pytest.raises(
+        bx.ArgumentTypeError, match=r"axis must be .*, got an array of shape \(5, 3"
+    ):
+        bx.axis_to_front(x, x, None)
     for position in (None, True, 0.0):
         with pytest.raises(bx.ArgumentTypeError, match=f"must be an int, got {position}"):
             bx.move_axis(x, 0, position)

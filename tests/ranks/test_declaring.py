@@ -212,6 +212,8 @@ WRONG = {
     ),
     "twice": (lambda: bx.auto_vmap(0, s=1)(foo), "two ranks for s"),
     "negative": (lambda: bx.auto_vmap(-1)(foo), "the rank given for s must be"),
+    "huge": (lambda: bx.auto_vmap(10**12)(foo), "the rank given for s must be.*got 10"),
+    "builtin": (lambda: bx.auto_vmap(int), "the annotations of int cannot be read"),
     "float": (lambda: bx.auto_vmap(v=1.0)(foo), r"the rank given for v must be.*got 1\.0"),
     "in a tree": (lambda: bx.auto_vmap(v={"a": [True]})(foo), r"for v\['a'\]\[0\] must be"),
     "signature": (lambda: bx.auto_vmap("(n->()")(foo), "not a signature of core dimensions"),

@@ -128,6 +128,7 @@ def find_inputs(
         for source in each:
             mapped.append(Input(leaf.path, source, _axis(leaf.path, source, int(leaf.spec))))
     _check_streams(streams, mapped, batched)
+    given = keep if isinstance(keep, tuple) else True  # an array would compare by element
     inputs = Inputs(
         mapped,
         _count(mapped),
@@ -137,14 +138,13 @@ def find_inputs(
         lambda rows, own: rebuild([make(rows, own) for make in makers]),
         {},
     )
-    if streams and keep != ():
+    if streams and given:
         raise UnsupportedError(
             f"keep passes columns of files and arrays through, and {streams[0].name} is a stream. "
             "Remove it, or pass arrays."
         )
-    if keep != ():
-        arguments = [(leaf.path, leaf.value) for leaf in leaves if leaf.spec is not None]
-        inputs.passed.update(passed_columns(keep, arguments, inputs.labels))
+    arguments = [(leaf.path, leaf.value) for leaf in leaves if leaf.spec is not None]
+    inputs.passed.update(passed_columns(keep, arguments, inputs.labels))
     for column in inputs.passed.values():
         if column.shape != (inputs.rows,):
             raise AxisError(

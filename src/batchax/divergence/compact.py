@@ -120,6 +120,8 @@ class Compact:
 
     def __post_init__(self) -> None:
         check_count("width", self.width, 1, or_none=True)
+        if self.width is not None:
+            object.__setattr__(self, "width", int(self.width))
         if isinstance(self.threshold, bool) or not isinstance(
             self.threshold, (int, float, type(None))
         ):

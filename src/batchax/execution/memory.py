@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import re
 import time
@@ -114,7 +115,7 @@ def parse_limit(limit: object) -> int | None:
         number = float(match[1]) * _UNITS[match[2].lower()] if match else 0
     else:
         number = limit if isinstance(limit, (int, float)) and not isinstance(limit, bool) else 0
-    if number < 1:
+    if not 1 <= number < math.inf:
         is_typed = isinstance(limit, (str, int, float)) and not isinstance(limit, bool)
         error = OptionError if is_typed else ArgumentTypeError
         raise error(

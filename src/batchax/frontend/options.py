@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -86,15 +87,22 @@ _SYNONYMS = {
 
 
 def check_count(
-    name: str, given: Any, least: int = 0, or_none: bool = False, other: str = ""
+    name: str,
+    given: Any,
+    least: int = 0,
+    or_none: bool = False,
+    other: str = "",
+    most: float = math.inf,
 ) -> None:
-    """Raises for an option that is not an int of at least `least`, 0 or 1.
+    """Raises for an option that is not an int of at least `least`, 0 or 1, and at most `most`.
 
     `other` is what else it may be, for the message.
     """
     is_int = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
-    if not (is_int and given >= least) and not (or_none and given is None):
-        kinds = ["a positive int" if least else "a non-negative int", other, "None" * or_none]
+    if not (is_int and least <= given <= most) and not (or_none and given is None):
+        kind = "a positive int" if least else "a non-negative int"
+        kind += "" if most == math.inf else f" of at most {most:,}"
+        kinds = [kind, other, "None" * or_none]
         *others, last = filter(None, kinds)
         allowed = f"{', '.join(others)} or {last}" if others else last
         error = OptionError if is_int else ArgumentTypeError
@@ -107,7 +115,7 @@ def check_callable(where: str, what: str, fun: object) -> None:
 
 
 def checked_list(where: str, what: str, given: Any) -> list[Any]:
-    if isinstance(given, (str, bytes, Mapping)) or not hasattr(type(given), "__iter__"):
+    if isinstance(given, (str, bytes, Mapping)) or not np.iterable(given):
         raise ArgumentTypeError(f"{where} expects a list of {what}, got {show(given)}.")
     return list(given)
 

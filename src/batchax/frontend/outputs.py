@@ -427,6 +427,12 @@ def check_structure(fun: Callable[..., Any], old: Tree, new: Tree) -> None:
             f"the carry that {name_of(fun)!r} returns must have the structure of the one it is "
             "given, but (each * an array)\n  {}\nbecame\n  {}".format(*shown)
         )
+    for path, leaf in zip(carry_keys(new), jax.tree.leaves(new), strict=True):
+        if not is_array(leaf):
+            raise ArgumentTypeError(
+                f"carry{path} that {name_of(fun)!r} returns is of type {type(leaf).__name__}, not "
+                "an array. Return arrays and numbers."
+            )
 
 
 def check_types(fun: Callable[..., Any], keys: Sequence[str], carry: Values, outs: Values) -> None:

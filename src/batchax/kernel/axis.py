@@ -204,6 +204,10 @@ def match_axis(
             )
         return jax.numpy.sum(x, axis=source)
     if source is None:
+        if not isinstance(axis, Axis):
+            raise ArgumentTypeError(
+                f"axis must be the batchax.Axis that a rule is given, got {show(axis)}."
+            )
         return broadcast_axis(axis, x, destination)
     return move_axis(x, source, destination)
 

@@ -42,6 +42,8 @@ class Core:
         return f"({', '.join(texts)})" if all(texts) else f"rank {self.rank}"
 
 
+_MOST = 64  # dimensions of an array of NumPy
+
 RankTree: TypeAlias = Any
 """A rank, None for what is not batched, or a pytree of these that is a prefix of an argument."""
 
@@ -57,7 +59,7 @@ def as_cores(where: str, spec: RankTree) -> RankTree:
     def one(keys: KeyPath, leaf: object) -> Core | None:
         if leaf is None or isinstance(leaf, Core):
             return leaf
-        if not is_position(leaf) or leaf < 0:
+        if not is_position(leaf) or not 0 <= leaf <= _MOST:
             raise ArgumentTypeError(
                 f"the rank given for {where}{jax.tree_util.keystr(keys)} must be the number of "
                 f"dimensions of one example, or None for what is not batched; got {brief(leaf)}."
@@ -108,8 +110,8 @@ class CoreSizes:
 def annotated_ranks(fun: Callable[..., Any]) -> dict[str, Any]:
     """Returns a `Core` for each parameter of `fun` that is annotated with a shape."""
     name = getattr(fun, "__name__", "the function")
-    parameters = inspect.signature(fun).parameters
     try:
+        parameters = inspect.signature(fun).parameters
         hints = typing.get_type_hints(fun)
     except Exception as error:
         raise ArgumentTypeError(

@@ -13,7 +13,7 @@ Where the call is made determines how:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -354,11 +354,12 @@ def find_mesh(mesh: Any) -> OnMesh | None:
     if isinstance(mesh, tuple) and len(mesh) == 2 and _is_mesh(mesh[0]):
         mesh, names = mesh
         names = names if isinstance(names, tuple) else (names,)
-        missing = [name for name in names if name not in mesh.axis_names]
+        known = mesh.axis_names
+        missing = [x for x in names if not (isinstance(x, Hashable) and x in known)]
         if missing or not names or len(set(names)) < len(names):
-            axes = "axis" if len(mesh.axis_names) == 1 else "axes"
+            axes = "axis" if len(known) == 1 else "axes"
             raise AxisError(
-                f"mesh: the mesh has the {axes} {', '.join(map(repr, mesh.axis_names))}; "
+                f"mesh: the mesh has the {axes} {', '.join(map(repr, known))}; "
                 + (
                     f"lanes were to be spread over {', '.join(map(repr, missing))}."
                     if missing
