@@ -231,7 +231,7 @@ COMMANDS = {
         ["**per-example gradients** (8 / 4, axes None, 0, 0 to 0)", "| gradient | 4 |"],
         ["chunks.png"],
     ),
-    "cluster": ([], ["What breaks first"], []),
+    "cluster": ([], ["**The scheduler** breaks first"], []),
     "datasets": (["products", "memory", "many units"], ["| products of short rows |"], []),
     "devices": (["elem"], ["| elementwise |", "| elementwise, uneven |"], []),
     "divergence": (
@@ -253,7 +253,7 @@ COMMANDS = {
         ["Of 2 programs,\n1 compile to the same program", "| running | "],
         [],
     ),
-    "slow": (["det, 3 x 3"], ["programs by hand are in", "| det, 3 x 3 |"], []),
+    "slow": (["det, 3 x 3"], ["[benchmarks/slow]", "| det, 3 x 3 |"], []),
 }
 AT_NIGHT = {"around", "bounded", "chunks", "datasets", "devices", "divergence", "nests", "ranks"}
 AT_NIGHT |= {"rules", "cluster"}
