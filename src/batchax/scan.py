@@ -80,11 +80,15 @@ def scan(
       >>> last.shape, ys.shape
       ((3,), (3, 50))
 
-    A ``lax.scan`` with the interface of `vmap`, and with early exit. Use it where the axis of the
-    steps is not the first (arrays are read and written in place, without a transposed copy), where
-    arguments are shared by all steps, or where a loop ends early. Derivatives, loops with
-    `progress` or effects, and loops in a function that `vmap` batches take the time and memory of
-    ``lax.scan`` between transposes.
+    A ``lax.scan`` with the interface of `vmap`, and with early exit. Use it where:
+
+    - the axis of the steps is not the first: arrays are read and written in place, without a
+      transposed copy;
+    - all steps share arguments;
+    - a loop ends early.
+
+    Derivatives, loops with `progress` or effects, and loops in a function that `vmap` batches take
+    the time and memory of ``lax.scan`` between transposes.
 
     Args:
       fun: The function of one step: ``(carry, *xs) -> (carry, ys)``. The carry is a pytree of
