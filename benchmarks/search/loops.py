@@ -22,6 +22,8 @@ STEPS: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], tuple[int, ...]]] 
     "256 tanh": (lambda x: jnp.tanh(x + jnp.roll(x, 1)), (256,), (16,)),
     "32x32 of state": (lambda x: 0.9 * x + 0.1 * jnp.roll(x, 1, 0), (32, 32), (64, 512)),
     "product 16": (lambda x: jnp.tanh(_matrix(16) @ x), (16,), (2048,)),
+    "tanh of 8": (lambda x: x * 0.5 - 0.1 * jnp.tanh(x), (8,), (1024,)),
+    "a softmax of 8": (jax.nn.softmax, (8,), (1024,)),
     "product 64": (lambda x: jnp.tanh(_matrix(64) @ x), (64,), (64, 1024)),
     "own product 16": (lambda x: jnp.tanh(x @ x.T / 16), (16, 16), (256,)),
     "a sort of 64": (lambda x: jnp.sort(jnp.sin(5 * x)), (64,), (256,)),

@@ -277,7 +277,7 @@ def test_lanes_run_sequentially_where_the_default_does_so(monkeypatch):
         return "lanes run sequentially" in found
 
     random = np.random.default_rng(0)
-    given = [jnp.asarray(random.normal(size=(64, 3, 3)), float) for _ in range(2)]
+    given = [jnp.asarray(random.normal(size=(32, 3, 3)), float) for _ in range(2)]
     assert [strategy("auto"), strategy("compact")] == [True, True]
     assert not strategy(bx.Compact(width=4))
     run = jax.jit(bx.vmap(three_bodies, divergence="compact"))

@@ -28,7 +28,7 @@ def for_few(monkeypatch):
         min_unfused_share=0.0,
         min_gain=1e9,
         min_gain_per_operation=0.0,
-        min_serial_gain=3.0,
+        min_serial_gain=1.5,
     )
     monkeypatch.setitem(TABLE, device_kind(), limits)
 
@@ -70,7 +70,7 @@ def singly(f, *args):
 
 def test_whether_few_or_many_take_a_branch_results_are_those_of_one_example():
     batched = bx.vmap(turn)
-    (most,) = singly(batched, *state(0.5))
+    most = max(singly(batched, *state(0.5)))
     assert 2 <= most < LANES
     compiled = jax.jit(batched)
     assert "xla_cpu_small_call" in compiled.lower(*state(0.5)).as_text()

@@ -185,21 +185,6 @@ def fifty(index, x, _):
     return lax.switch(index, [often(jnp.tanh), often(jnp.sin)], x)
 
 
-def products_of_as_jax_vmap(count, x, weights):
-    step = lambda c: (c[0] + 1, jnp.tanh(weights @ c[1]))
-    return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))[1]
-
-
-def layers(count, x, weights):
-    def step(c):
-        i, x = c
-        for _ in range(3):
-            x = jnp.tanh(weights @ x)
-        return i + 1, x
-
-    return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))[1]
-
-
 def gradient_of_as_jax_vmap(fun):
     return jax.grad(lambda index, x, weights: jnp.sum(fun(index, x, weights) ** 2), 1)
 
@@ -212,8 +197,6 @@ def derivative(of):
 FUNCTIONS = {
     "branches": branches,
     "long branches": fifty,
-    "products with short vectors": products_of_as_jax_vmap,
-    "layers of short vectors": layers,
     # Lanes come last out of a product of a shared matrix with a short vector of each.
     "jacfwd of layers": derivative(jax.jacfwd),
     "jacrev of layers": derivative(jax.jacrev),

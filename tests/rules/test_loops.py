@@ -127,6 +127,38 @@ def test_while_with_a_count_for_each_lane(counts, axes):
     quickly(f, *args, in_axes=axes, modes=("jvp",))
 
 
+@pytest.mark.parametrize("lanes", [20, 97])
+def test_masked_lanes_of_small_arrays_are_where_steps_are_fast(lanes):
+    """Last on a CPU, if they are many: arrays of several ranks, shared and own constants, NaN."""
+
+    def step(state, own, w):
+        i, x, m, k, z, b = state
+        y = jnp.tanh(w @ x) * own - 0.1 * x.sum() + jnp.concatenate([x[1:], x[:1]]) * 0.1
+        m = m @ m.T / 4 + jnp.outer(x, y)[:4, :4] * 0.1
+        m = (m / jnp.max(jnp.abs(m))).T
+        return i + 1, jnp.where(k[0] > 0, y, x * 0.9), m, k[::-1] + 1, z * 1j + x[0], b ^ (x > 0)
+
+    def f(n, x, m, own, w):
+        first = 0, x, m, jnp.arange(3), jnp.zeros(2, complex), jnp.zeros(5, bool)
+        return lax.while_loop(lambda s: s[0] < n, lambda s: step(s, own, w), first)
+
+    n, x = jnp.arange(lanes) % 7, example((lanes, 5)).at[3, 2].set(jnp.nan)
+    args = n, x, example((lanes, 4, 4), seed=1), example((lanes, 5), seed=2), example((5, 5)) / 3
+    axes = 0, 0, 0, 0, None
+    batched = bx.vmap(f, axes, divergence="predicate")
+    on_cpu = jax.default_backend() == "cpu" and lanes > 48
+    carries = [v.aval.shape for v in equation(batched, *args, name="while").outvars]
+    assert ((5, lanes) in carries) == on_cpu
+    expected = jax.jit(jax.vmap(f, axes))
+    same(batched(*args), expected(*args))
+    along = lambda g: jax.jit(
+        lambda x, m: jax.jvp(lambda x, m: g(n, x, m, *args[3:])[1], (x, m), (x, m))
+    )
+    same(along(batched)(*args[1:3]), along(expected)(*args[1:3]))
+    turned = bx.vmap(f, (0, 1, 0, 0, None), out_axes=-1)(n, x.T, *args[2:])
+    same(turned[1], expected(*args)[1].T)
+
+
 @pytest.mark.parametrize("divergence", ["predicate", "auto", "compact"])
 def test_each_loop_of_a_nest_is_batched_once(divergence, monkeypatch):
     def nest(depth, x):

@@ -385,6 +385,6 @@ def test_a_window_is_wide_enough_to_run_them_so():
     lanes = 1 << 16
     (width,) = notes(lanes)["widths"]
     assert least_lanes(lanes, staged(solved, FOUR)) <= width < lanes
-    masked = notes(256)
+    masked = notes(32)
     assert masked["divergence"] == "masked"
     assert "library" in masked["why"]

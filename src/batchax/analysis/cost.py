@@ -20,7 +20,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import repeat
 from typing import Any, NewType
 
@@ -194,9 +194,9 @@ TRANSCENDENTAL: dict[str, tuple[float, float]] = {
 }
 """For each element: operations, and functions such as a sine or a root."""
 
-_SCALAR_FUNCTIONS = _names("atan2 cbrt cos pow sin sqrt tan")
-"""Those that a lane alone computes about as fast: XLA for CPU computes them for one number at a
-time, or a root in one instruction. Others fill vector registers. Programs: Adam; search: a sine."""
+_SCALAR_FUNCTIONS = _names("atan2 cbrt cos pow sin tan")
+"""Those that XLA for CPU computes for one number at a time: a lane alone takes about as long for
+them. Others fill vector registers. Programs: Adam; search: a sine."""
 
 SCATTERS = _names("scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub")
 
@@ -357,6 +357,10 @@ _MANY = 100  # operations of an element, from which on it is such a sum
 SERIAL = _LINEAR_ALGEBRA.keys() | {n for n, (flops, _) in TRANSCENDENTAL.items() if flops > _MANY}
 """Calls of a library, and sums of very many terms: what they compute, they do one after another."""
 
+_REDUCTIONS = _names(
+    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
+)
+
 FLOPS: dict[str, _Count] = {
     "conv_general_dilated": lambda eqn: (2 * products_of_convolution(eqn), 0),
     "dot_general": lambda eqn: (2 * size_of(eqn.outvars[0].aval) * terms_of_contraction(eqn), 0),
@@ -507,6 +511,10 @@ class Cost:
     # numbers fill: of flops, and of the transcendentals
     idle: int = 0
     idle_transcendentals: int = 0
+    scalar_functions: int = 0  # the transcendentals that are computed one by one
+    # Of reductions, and the terms that they combine, which for one lane wait for one another
+    sums: int = 0
+    terms: int = 0
     at_least: bool = False  # there are loops with an unknown number of steps
     at_most: bool = False  # there are branches, and the most expensive one counts
 
@@ -617,6 +625,7 @@ def _of_operation(eqn: Eqn, differs: Sequence[bool] | None) -> Cost:
         flops, transcendentals = FLOPS.get(name, elementwise)(eqn)
     moved = bytes_moved(eqn, differs)
     empty = _empty(eqn)
+    terms, is_scalar = _terms(eqn), name in _SCALAR_FUNCTIONS
     return Cost(
         round(flops),
         round(transcendentals),
@@ -628,7 +637,10 @@ def _of_operation(eqn: Eqn, differs: Sequence[bool] | None) -> Cost:
         launches=int(not (name in PART_OF_OTHERS or is_fused(eqn.primitive))),
         contracted=round(flops) if name == "dot_general" else 0,
         idle=round(flops * empty),
-        idle_transcendentals=0 if name in _SCALAR_FUNCTIONS else round(transcendentals * empty),
+        sums=int(terms > 0),
+        terms=terms,
+        idle_transcendentals=0 if is_scalar else round(transcendentals * empty),
+        scalar_functions=round(transcendentals) if is_scalar else 0,
     )
 
 
@@ -645,6 +657,13 @@ def _empty(eqn: Eqn) -> float:
         # A loop of few numbers is unrolled, and not vectorized. Programs: tree search (mctx).
         return _REGISTER - 1 if numbers < 2 * _REGISTER else 0.0
     return max(0.0, _REGISTER / numbers - 1) if facts_of(eqn.primitive).elementwise else 0.0
+
+
+def _terms(eqn: Eqn) -> int:
+    """Returns how many numbers are combined into one, or into each of few."""
+    name = eqn.primitive.name
+    is_dot = name == "dot_general" and size_of(eqn.outvars[0].aval) == 1
+    return _read(eqn) if is_dot or name in _REDUCTIONS else 0
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:
@@ -686,7 +705,10 @@ class Weights:
     call: float = 100.0  # of a library, the shortest one
     contracted: float = 0.0  # flop of a contraction, besides what `flop` counts
     idle: float = 0.0
+    sum: float = 0.0
+    term: float = 0.0
     idle_transcendental: float = 0.0
+    scalar_function: float = 0.0  # besides what `transcendental` counts
 
     def time(self, cost: Cost) -> Nanoseconds:
         computed = self.flop * (cost.flops - cost.serial) + self.serial * cost.serial
@@ -695,6 +717,8 @@ class Weights:
             self.place * cost.places + self.call * cost.calls + self.contracted * cost.contracted
         )
         other += self.idle * cost.idle + self.idle_transcendental * cost.idle_transcendentals
+        other += self.sum * cost.sums + self.term * cost.terms
+        other += self.scalar_function * cost.scalar_functions
         return Nanoseconds(self.transcendental * cost.transcendentals + computed + moved + other)
 
 
@@ -709,16 +733,36 @@ ROWS = Weights(transcendental=0.6, fused=0.05)
 """Rows, packed or padded. Between operations they are masked, or moved to the other layout, which
 keeps many from being one loop. Arrays are long, and of functions some fill vector registers."""
 
-MASKED = Weights(transcendental=2.5, fused=0.0, flop=0.02, place=2.5)
+MASKED = Weights(
+    transcendental=0.6,
+    scalar_function=2.1,
+    fused=0.0,
+    byte=0.022,
+    flop=0.05,
+    contracted=-0.03,  # products are those of a library
+    place=1.3,
+)
 """The share of a lane in a step of a loop that all lanes take.
 
 These and `ALONE` are fitted to the loops of the search and of `programs`, each run both ways with
 equal counts: for most the ratio of the two is within 1.5x of what was measured."""
 
-ALONE = replace(MASKED, contracted=0.1, idle=0.04, idle_transcendental=1.7, place=5.0)
+ALONE = Weights(
+    transcendental=1.1,
+    scalar_function=1.4,
+    idle_transcendental=1.5,
+    fused=0.0,
+    byte=0.026,
+    flop=0.026,
+    idle=0.03,
+    contracted=0.05,
+    place=3.6,
+    sum=4.0,
+    term=0.8,
+)
 """The same step of one lane by itself, in a loop that is one function. What it does with many
-numbers takes as long. On few it leaves most of a vector register empty, and products are not those
-of a library."""
+numbers takes as long. On few it leaves most of a vector register empty, a sum waits for each of its
+terms, and products are not those of a library."""
 
 FINDINGS = Weights(transcendental=0.03, byte=0.1, fused=0.1, flop=0.03)
 """Weights of findings, most expensive first, by the operations and bytes that a listing

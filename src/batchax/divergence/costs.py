@@ -52,7 +52,7 @@ from batchax.rules.masking import find_collective
 # is not free.
 _MOST_TO_MOVE = 16.0
 
-_STEP_ALONE = 1.5  # nanoseconds that a step of one lane by itself takes besides what it computes
+_STEP_ALONE = 3.0  # nanoseconds that a step of one lane by itself takes besides what it computes
 
 _LEAST = Nanoseconds(0.1)  # the time taken for a program that does nothing: it is divided by
 

@@ -280,7 +280,7 @@ class DivergentLoop:
         """As `run`, with lanes that are masked until all are done."""
         consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]
         test_at, body_at = self.positions[: self.n_test], self.positions[self.n_test :]
-        body = MaskedBody.of(self.axis, self.test, self.body, body_at)
+        body = MaskedBody.of(self.axis, self.test, self.body, body_at, may_move=True)
         consts = (consts[: self.n_test], test_at, consts[self.n_test :], body_at)
         return run_masking(body, WhileLoop(self.test, self.body, *consts, list(carry)))
 

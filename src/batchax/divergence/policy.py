@@ -264,7 +264,7 @@ def _flattened(width: int, nest: Nest, request: Request) -> Flattened:
 def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
     step, size, alike = loop.step, loop.lanes, least_lanes(loop.lanes, loop.jaxprs)
     few = _few_serial(t, loop, step)
-    if few >= _ALL_ALONE * size:
+    if few >= size:
         return Alone()
     few_left = few and not loop.bounded and _is_much(t, loop, step)
     tiled = _fits_tiles(t, size, loop.jaxprs)  # in tiles lanes wait for few others
@@ -387,7 +387,7 @@ def _divided(t: Thresholds, lanes: int, step: Step) -> bool:
 def _is_much(t: Thresholds, loop: Loop, step: Step) -> bool:
     """Whether a step of all lanes is much work, next to counting them and to a second kernel."""
     many = different(loop.body.jaxpr) >= t.min_operations
-    return many or step.masked_by(loop.lanes) >= t.min_work
+    return many or step.masked_by(loop.lanes) >= t.min_work_counted
 
 
 def _alone_as_fast(t: Thresholds, loop: Loop, step: Step) -> float:
@@ -454,14 +454,11 @@ def _nest(nested: NestedLoop, t: Thresholds, request: Request) -> NestDecision:
     flat = _flattened(min(width, request.most(size)), nest, request)
     width = flat.window.widths[0]
     cheap = price.of(size) < t.min_work_inside
-    if alone * _MAX_SLOWDOWN >= size and (length is None or length > 2 * PROBED):
-        moving = price_of_moving(nest.slots, nest.slots).of(size)
-        # Lanes together take this much less, in tiles of the loops inside, or in one flat loop. If
-        # they leave the outer loop as well, those by themselves gain more.
-        saved = (size / alone - 1) * _FEW_STEPS * price.of(size)
-        tiled = cheap and _fits_tiles(t, size, nest.inside)
-        if length is None or saved <= (0 if tiled else moving):
-            return Probed(size / alone)
+    # In tiles of the loops inside, lanes wait for few others.
+    tiled = length is not None and cheap and _fits_tiles(t, size, nest.inside)
+    many = length is None or length > 2 * PROBED
+    if many and alone * (1 if tiled else _MAX_SLOWDOWN) >= size:
+        return Probed(size / alone)
     if cheap:
         return Masked(_CHEAP_INSIDE)
     limit = t.max_move_steps_nested * price.lane * (length or _FEW_STEPS)
@@ -595,10 +592,6 @@ PROBED, _MAX_SLOWDOWN, PROBED_GAIN = 4, 2.5, 0.8
 # What lanes may take one after another by the model, over what all take, masked, where cores divide
 # the step. Programs: van der Pol; search: 32 sines.
 _SERIAL_OF_CORES = 0.5
-# All lanes run one after another if, by the model, this share of them takes no longer so than all
-# masked: the model is mostly too high for lanes alone (with equal counts 0.3 to 0.6 of it was
-# measured), but too low for sums. Search: queens, conjugate gradients of 64 lanes.
-_ALL_ALONE = 0.88
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 _FILL = 0.75  # of what it takes to begin its operations, as much work as a block of the last has
 _PAUSE = 8  # steps of all lanes before those that are left are counted: each count ends a kernel

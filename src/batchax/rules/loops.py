@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -12,9 +13,9 @@ from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.bodies import is_seen
-from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
+from batchax.jaxprs.bodies import is_seen, with_inside
+from batchax.jaxprs.primitive_facts import enter, facts_of
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     AnyLoop,
@@ -258,7 +259,7 @@ def run_masking(masked: MaskedBody, loop: WhileLoop) -> list[Any]:
     """Runs a loop whose body takes the mask, or whose operands are made safe."""
     axis, front = masked.axis, [0] * len(loop.carry)
     # A reference may be an operand only once, so what both programs use is shared.
-    consts, consts_at = list(loop.body_consts), list(loop.body_at)
+    consts, consts_at = list(loop.body_consts), list(masked.positions)
     places = []  # of the predicate's constants among those of the loop
     for x, a in zip(loop.test_consts, loop.test_at, strict=True):
         place = next((i for i, y in enumerate(consts) if x is y), len(consts))
@@ -267,7 +268,10 @@ def run_masking(masked: MaskedBody, loop: WhileLoop) -> list[Any]:
             consts_at.append(a)
         places.append(place)
     tested, tested_at = [*loop.test_consts, *loop.carry], [*loop.test_at, *front]
-    carry = [predicate(axis, loop.test, tested, tested_at), *loop.carry]
+    n_body, carry_at = len(loop.body_consts), masked.carry_at
+    consts[:n_body] = match_carry(axis, loop.body_consts, loop.body_at, masked.positions)
+    moved = match_carry(axis, loop.carry, front, carry_at)
+    carry = [predicate(axis, loop.test, tested, tested_at), *moved]
     at, own = (tuple(consts_at), tuple(places)), varying_of(consts)
 
     def programs(vary: Varying) -> tuple[Any, Varying]:
@@ -284,7 +288,7 @@ def run_masking(masked: MaskedBody, loop: WhileLoop) -> list[Any]:
         body_nconsts=len(consts),
         body_jaxpr=returning(step, varying),
     )
-    return outs
+    return match_carry(axis, outs, carry_at, front)
 
 
 @dataclass(frozen=True)
@@ -293,15 +297,26 @@ class MaskedBody:
 
     axis: Axis
     body: ClosedJaxpr
-    positions: tuple[Position, ...]  # of its constants; carries have the batch axis in front
+    positions: tuple[Position, ...]  # of its constants
+    carry_at: tuple[int, ...]  # the batch axes of its carries
     plan: MaskPlan  # what finished lanes need
     calls: bool  # whether it has host callbacks, and so runs `with_active`
 
     @classmethod
     def of(
-        cls, axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, positions: tuple[Position, ...]
+        cls,
+        axis: Axis,
+        test: ClosedJaxpr,
+        body: ClosedJaxpr,
+        positions: tuple[Position, ...],
+        *,
+        may_move: bool = False,
     ) -> MaskedBody:
-        """Plans the body of a loop with the predicate `test`."""
+        """Plans the body of a loop with the predicate `test`.
+
+        Its constants have lanes at `positions`, and its carries in front. If they `may_move`, those
+        that it returns are where lanes are faster.
+        """
         # Nothing counts as differentiable: a `while` has no reverse mode, in which a NaN would
         # spread, and in forward mode tangents are carried, and selected as all that is.
         calls = is_seen(body)
@@ -316,12 +331,19 @@ class MaskedBody:
             updates=updates_in_place(body, len(positions)),
             may_take_mask=not test.out_avals[0].shape,  # unless an example has an inner batch
         )
-        return cls(axis, body, positions, plan, calls)
+        carry_at = (0,) * len(body.out_avals)
+        if may_move and plan.runs_as_it_is and not calls and _lanes_last_pays(axis, test, body):
+            consts = body.in_avals[: len(positions)]
+            positions = tuple(
+                None if a is None else len(t.shape) for a, t in zip(positions, consts, strict=True)
+            )
+            carry_at = tuple(len(t.shape) for t in body.out_avals)
+            axis = replace(axis, columns=True)
+        return cls(axis, body, positions, carry_at, plan, calls)
 
     def step(self, active: Value, consts: Values, carry: Values) -> list[Any]:
         """Computes the next carry of active lanes, and keeps that of the others."""
-        front: list[Position] = [0] * len(carry)
-        positions = [*self.positions, *front]
+        positions: list[Position] = [*self.positions, *self.carry_at]
         program, kept = self.body, frozenset()
         if self.calls:
             program, positions = with_active(self.axis, program), [0, *positions]
@@ -336,11 +358,58 @@ class MaskedBody:
             return interpret(self.axis, program.jaxpr, program.consts, values, places)
 
         new, at = run_masked(active, run, [*consts, *carry], positions, self.plan, written)
-        new = match_carry(self.axis, new, at, front)
+        new = match_carry(self.axis, new, at, self.carry_at)
         return [
-            x if k in kept else select_lanes(active, 0, x, old)
-            for k, (x, old) in enumerate(zip(new, carry, strict=True))
+            x if k in kept else select_lanes(active, a, x, old)
+            for k, (x, old, a) in enumerate(zip(new, carry, self.carry_at, strict=True))
         ]
+
+
+_NARROW = 32  # numbers in the last dimension, of which XLA vectorizes no fewer
+_FEWEST_LANES = 48  # of fewer, the loops over lanes are short, too
+_REDUCED = 1 << 14  # numbers of all lanes that are read in strides: they lie in the first cache
+_PAIRS = 512  # that a product of two matrices of a lane multiplies: a library does more faster
+
+
+def _lanes_last_pays(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr) -> bool:
+    """Returns whether masked steps are faster with the lanes last.
+
+    XLA's CPU compiler makes one loop over all numbers of operations on arrays of one shape, but
+    loops over each dimension where a mask is spread over the numbers of a lane. If the innermost
+    one is short, it is unrolled, and nothing is vectorized: steps on vectors of 2 to 32 numbers
+    took 2 to 10 times as long. Search: tanh of 8.
+    """
+    if jax.default_backend() != "cpu" or axis.mesh_axis is not None or axis.spmd_name is not None:
+        return False
+    lanes = axis.size
+    if not isinstance(lanes, int) or lanes < _FEWEST_LANES or test.out_avals[0].shape:
+        return False
+    types = [t for t in (*body.in_avals, *body.out_avals) if t.shape]
+    if any(t.shape[-1] > _NARROW for t in types) or not any(t.size > 1 for t in body.out_avals):
+        return False
+    every = [eqn for program in (test, body) for eqn in with_inside(program.jaxpr.eqns)]
+    return all(_may_have_lanes_last(eqn, lanes) for eqn in every)
+
+
+def _may_have_lanes_last(eqn: Eqn, lanes: int) -> bool:
+    """Returns whether an operation is no slower with its lanes last."""
+    facts, name = facts_of(eqn.primitive), eqn.primitive.name
+    if facts.elementwise or facts.alias or facts.is_plain_call or name in _MOVES:
+        return True
+    read = max((v.aval.size for v in eqn.invars if hasattr(v.aval, "size")), default=0)
+    if name == "dot_general":
+        x, y = (v.aval for v in eqn.invars)
+        (terms, _), _ = eqn.params["dimension_numbers"]
+        others = y.size // max(1, math.prod(x.shape[d] for d in terms))
+        return x.size * others <= _PAIRS or min(x.ndim, y.ndim) < 2
+    return name.startswith("reduce_") and read * lanes <= _REDUCED
+
+
+_MOVES = frozenset(
+    """
+    broadcast_in_dim concatenate copy iota pad reshape rev slice split squeeze stack transpose
+    """.split()
+)
 
 
 def _masked_loop(
@@ -356,13 +425,13 @@ def _masked_loop(
     the body. `varying` are the mesh axes of constants, mask, and carry.
     """
     axis, body_jaxpr, n_body = masked.axis, masked.body, len(masked.positions)
-    front = [0] * len(body_jaxpr.out_avals)
+    carry_at = masked.carry_at
 
     def step(*operands: Value) -> list[Any]:
         consts, (active,), carry = split_operands(operands, len(consts_at), 1)
         carry = masked.step(active, consts[:n_body], carry)
         tested = [*(consts[i] for i in places), *carry]
-        tested_at = [*(consts_at[i] for i in places), *front]
+        tested_at = [*(consts_at[i] for i in places), *carry_at]
         # A finished lane stays finished, whatever its predicate returns.
         more = predicate_if(axis, active, cond_jaxpr, tested, tested_at)
         return [lax.bitwise_and(active, more), *carry]
@@ -374,12 +443,14 @@ def _masked_loop(
         types = dict(zip(places, cond_jaxpr.in_avals, strict=False))
         types.update(enumerate(body_jaxpr.in_avals[:n_body]))
         consts = [batched_aval(axis, types[i], a) for i, a in enumerate(consts_at)]
-        carry = [batched_aval(axis, a, 0) for a in body_jaxpr.out_avals]
+        carry = [
+            batched_aval(axis, t, a) for t, a in zip(body_jaxpr.out_avals, carry_at, strict=True)
+        ]
         active = batched_aval(axis, cond_jaxpr.out_avals[0], 0)
         avals = list(map(_compat.type_varying_over, [*consts, active, *carry], varying))
         return _compat.stage(any_active, avals[len(consts) :]), _compat.stage(step, avals)
 
-    how = masked.plan  # not the body itself, which would then never be freed
+    how = masked.plan, carry_at  # not the body itself, which would then never be freed
     key = axis, how, cond_jaxpr, consts_at, places, varying, lanes_vary_over(axis)
     return remembered(body_jaxpr, key, build)
 
@@ -522,10 +593,10 @@ def _while(
 def _every_step(axis: Axis, loop: WhileLoop) -> PlacedOutputs:
     """Runs every step that some lane takes for all lanes. Finished lanes keep their carry."""
     operands = (*loop.test_consts, *loop.body_consts, *loop.carry)
-    masked = MaskedBody.of(axis, loop.test, loop.body, tuple(loop.body_at))
+    masked = MaskedBody.of(axis, loop.test, loop.body, tuple(loop.body_at), may_move=True)
     calls = any(map(is_seen, (loop.test, loop.body)))
     references = any(map(_compat.is_reference, operands))
-    as_it_is = masked.plan.runs_as_it_is and not (calls or references)
+    as_it_is = masked.plan.runs_as_it_is and not (calls or references or any(masked.carry_at))
     outs = _selecting(masked.axis, loop) if as_it_is else run_masking(masked, loop)
     return outs, [0] * len(outs)
 
