@@ -7,7 +7,7 @@ lists the decisions, and where each is run.
 How many steps lanes take is not known before a loop runs. So what is chosen by default must cost
 next to nothing where all take as many, in time and in compiling:
 
-- Where a lane by itself, in a single kernel, takes little more than its share of a step that all
+- Where a lane by itself, in a single kernel, takes no longer than its share of a step that all
   take, masked, each runs by itself. Where that is so of some only, all run first, and then those
   that are left, one after another; not in bounded loops, where windows were faster.
 - Where a step is expensive, lanes are in a window from the first step on: the body is compiled
